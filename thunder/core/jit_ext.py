@@ -1,0 +1,161 @@
+"""lightning-thunder's ``thunder.core.jit_ext``, re-entrant.
+
+The installed source runs first; what follows differs from it. ``thunder_general_jit`` itself is the installed one:
+the functions that it calls by name are replaced here by ones that ask the current level. See ``thunder/nested``.
+"""
+
+from thunder_overlay import execute_installed
+
+execute_installed(globals())
+
+import thunder.nested.levels as levels
+from thunder.common import CompileData  # noqa: F401  (code written for older releases imports it from here)
+from thunder.core.compile_data import compile_data_and_stats  # noqa: F401  (likewise)
+from thunder.core.interpreter import InterpreterError  # noqa: F401
+from thunder.nested.effects import has_effects
+from thunder.nested.errors import ResultError, UntraceableCallableError, name_of
+from thunder.nested.prologue import finish, unpack_enclosing_values
+
+_installed = {
+    name: globals()[name]
+    for name in (
+        "JitCtx",
+        "_general_jit_wrap_callback",
+        "_general_jit_store_deref_callback",
+        "_infer_name_postfix_from_provenance",
+        "build_value_from_wrapped",
+        "general_jit_lookaside",
+        "interpret",
+        "process_recorded_modifications",
+        "thunder_general_jit",
+        "unpack_inputs",
+    )
+}
+
+
+class JitCtx(_installed["JitCtx"]):
+    """The context of a level, which knows the level."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.compile_data = get_compile_data()
+        self.level = levels.current_level()
+        self.level.attach(self)
+
+    def proxify(self, value):
+        p = super().proxify(value)
+        if isinstance(p, TensorProxy) and value.original_value is not value.nothing:
+            self.level.python_types.setdefault(p.name, type(value.original_value))
+        return p
+
+
+def _general_jit_wrap_callback(value):
+    get_jit_ctx().level.adopt(value)
+    return _installed["_general_jit_wrap_callback"](value)
+
+
+def _general_jit_store_deref_callback(orig_value, name, co_cellsvars, co_freevars):
+    level = get_jit_ctx().level
+    if level.enclosing is not None and name in co_freevars:
+        level.writes.before_store_deref(get_interpreterruntimectx().peek_frame_stack(), name)
+    return _installed["_general_jit_store_deref_callback"](orig_value, name, co_cellsvars, co_freevars)
+
+
+general_jit_callbacks |= {
+    INTERPRETER_CALLBACKS.WRAP_CALLBACK: _general_jit_wrap_callback,
+    INTERPRETER_CALLBACKS.STORE_DEREF_CALLBACK: _general_jit_store_deref_callback,
+}
+
+
+def _infer_name_postfix_from_provenance(pr):
+    return get_jit_ctx().level.free_postfix(_installed["_infer_name_postfix_from_provenance"](pr))
+
+
+def interpret(fn, **options):
+    return levels.current_level().observe(_installed["interpret"](fn, **options))
+
+
+def interpreted_getitem(obj, key):
+    """A subscript, to be interpreted: this module's frames are internal, so no proxy is named after ``obj``."""
+    return obj[key]
+
+
+def general_jit_lookaside(fn, *args, **kwargs):
+    level = get_jit_ctx().level
+    if level.enclosing is not None:
+        if level.interprets(fn):
+            return None
+        if thunder.core.utils.is_hashable(fn):
+            level.writes.before_call(level, fn, args)
+    return _installed["general_jit_lookaside"](fn, *args, **kwargs)
+
+
+def process_recorded_modifications(ctx, epilogue_trace):
+    try:
+        _installed["process_recorded_modifications"](ctx, epilogue_trace)
+    except (NotImplementedError, AssertionError) as error:
+        if not ctx.level.lenient:
+            raise
+        ctx.level.unrepresentable = error
+        epilogue_trace.bound_symbols.clear()
+
+
+def build_value_from_wrapped(wrapped_v):
+    level = get_jit_ctx().level
+    if level.result is not wrapped_v:
+        return _installed["build_value_from_wrapped"](wrapped_v)
+    try:
+        return _installed["build_value_from_wrapped"](wrapped_v)
+    except NotImplementedError as error:
+        if not level.lenient:
+            raise ResultError(
+                f"{name_of(level.fn)} returns what a trace cannot represent ({error}). Return tensors, numbers, "
+                f"strings, or tuples, lists, dicts and dataclasses of them."
+            ) from error
+        level.unrepresentable = error
+        return tuple(p for p in tree_iter(unwrap(wrapped_v)) if isinstance(p, (TensorProxy, NumberProxy)))
+
+
+def unpack_inputs(ctx, prologue_trace, pro_to_comp_inps, pro_to_epi_inps, args, kwargs):
+    return unpack_enclosing_values(
+        _installed["unpack_inputs"], ctx, prologue_trace, pro_to_comp_inps, pro_to_epi_inps, args, kwargs
+    )
+
+
+def thunder_general_jit(fn, args, kwargs, /, *, sharp_edges, ad_hoc_executor=None) -> TraceResults:
+    """Traces ``fn(*args, **kwargs)``; re-entrant, at any depth.
+
+    Called while another ``thunder_general_jit`` is running, it gives a ``TraceResults`` of its own and leaves the
+    enclosing level as it was, on return and on every exception.
+
+    Args:
+        fn: the function or module.
+        args, kwargs: its arguments; inside another run they may be, or hold, that run's proxies.
+        sharp_edges: what to do about reads that cannot be guarded.
+        ad_hoc_executor: where operators are registered that the function needs. Without one (the form of older
+            releases) the enclosing level's is borrowed, and a function whose epilogue would only repackage gives
+            its result itself from ``computation_trace``, with ``epilogue_trace`` None.
+
+    Raises:
+        UntraceableCallableError: ``fn`` is not callable.
+        ResultError: ``fn`` returns what a trace cannot represent (inside another run).
+    """
+    results, _ = trace_level(fn, args, kwargs, sharp_edges=sharp_edges, ad_hoc_executor=ad_hoc_executor)
+    return results
+
+
+def trace_level(fn, args, kwargs, *, sharp_edges, ad_hoc_executor=None, lenient=False):
+    """:func:`thunder_general_jit`, which also returns the level that it ran."""
+    if not callable(fn):
+        raise UntraceableCallableError(f"{fn!r} is not callable, so there is nothing to trace.")
+    enclosing = levels.current_level()
+    old_form = ad_hoc_executor is None
+    if old_form:
+        ad_hoc_executor = thunder.extend.TemporaryExecutor() if enclosing is None else enclosing.ctx.ad_hoc_executor
+    with levels.enter_level(fn, lenient=lenient) as level:
+        results = _installed["thunder_general_jit"](
+            fn, args, kwargs, sharp_edges=sharp_edges, ad_hoc_executor=ad_hoc_executor
+        )
+        if enclosing is not None:
+            results = finish(level, results, unpacked=old_form and not lenient and not has_effects(level))
+    return results, level

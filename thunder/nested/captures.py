@@ -1,0 +1,162 @@
+"""How an inner trace gets its inputs: the paths by which values are reached, and their lifting into the enclosing level.
+
+A *path* spells out how a value is reached from a level's inputs: from the function, the positional or the keyword
+arguments, by a chain of attribute loads and subscripts. *Lifting* walks the path in the enclosing level's interpreter,
+from the wrapped function and arguments that the lookaside received. The enclosing level then makes proxies, names,
+unpacks and guards by its own rules, just as if the inner function had been written inline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+from types import GetSetDescriptorType
+from typing import Any
+
+from thunder.core.interpreter import (
+    INTERPRETER_SIGNALS,
+    ProvenanceRecord,
+    PseudoInst,
+    WrappedValue,
+    _interpret_call,
+    get_interpreterruntimectx,
+    unwrap,
+    wrap_args,
+    wrap_const,
+    wrap_kwargs,
+)
+from thunder.nested.errors import CaptureError, name_of
+
+_ROOTS = {PseudoInst.INPUT_FN: "fn", PseudoInst.INPUT_ARGS: "args", PseudoInst.INPUT_KWARGS: "kwargs"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Attr:
+    """An attribute load."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f".{self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A subscript."""
+
+    key: Any
+
+    def __str__(self) -> str:
+        return f"[{self.key!r}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """How a value is reached: ``root`` is ``fn``, ``args`` or ``kwargs``, and ``steps`` lead on from there."""
+
+    root: str
+    steps: tuple[Attr | Item, ...] = ()
+
+    def __str__(self) -> str:
+        return self.root + "".join(map(str, self.steps))
+
+    def then(self, step: Attr | Item) -> Path:
+        """The path that goes one step further."""
+        return Path(self.root, (*self.steps, step))
+
+    @property
+    def parent(self) -> Path:
+        """The path that goes one step less far."""
+        return Path(self.root, self.steps[:-1])
+
+    @property
+    def is_capture(self) -> bool:
+        """Whether it begins at the function, not at an argument."""
+        return self.root == "fn"
+
+
+def path_of(provenance: ProvenanceRecord | None) -> Path | None:
+    """The path that a provenance record spells out, or None where it is none (a computed value, a constant)."""
+    if provenance is None:
+        return None
+    inst = provenance.inst
+    if inst in _ROOTS:
+        return Path(_ROOTS[inst])
+    name = inst.opname if isinstance(inst, dis.Instruction) else inst.value
+    if name in ("LOAD_ATTR", "BINARY_SUBSCR") and len(provenance.inputs) == 2:
+        obj, key = provenance.inputs
+        return _step(obj, key, Attr if name == "LOAD_ATTR" else Item)
+    if inst is PseudoInst.OPAQUE:
+        return _opaque_step(*provenance.inputs[:2])
+    return None
+
+
+def _opaque_step(fn: ProvenanceRecord, args: ProvenanceRecord) -> Path | None:
+    """The two opaque calls that ``unpack_inputs`` knows: ``obj.__getitem__(key)`` and ``getset.__get__(obj, type)``."""
+    if fn.inst is not PseudoInst.CONSTANT:
+        return None
+    if getattr(fn.value, "__name__", None) == "__getitem__" and len(args.inputs) == 2:
+        key, obj = args.inputs
+        return _step(obj, key, Item)
+    if fn.value == GetSetDescriptorType.__get__ and len(args.inputs) == 3:
+        parent = path_of(args.inputs[1])
+        return None if parent is None else parent.then(Attr(args.inputs[2].value.__name__))
+    return None
+
+
+def _step(obj: ProvenanceRecord, key: ProvenanceRecord, kind: type[Attr] | type[Item]) -> Path | None:
+    if key.inst is not PseudoInst.CONSTANT:
+        return None
+    parent = path_of(obj)
+    return None if parent is None else parent.then(kind(key.value))
+
+
+class Lift:
+    """Finds, in the enclosing level, the values that an inner level reached by paths.
+
+    Args:
+        fn, args, kwargs: the wrapped function and arguments that the inner level was begun with.
+    """
+
+    def __init__(self, fn: WrappedValue, args: tuple[WrappedValue, ...], kwargs: dict[str, WrappedValue]):
+        self.fn, self.args, self.kwargs = fn, args, kwargs
+        self._found: dict[Path, WrappedValue] = {}
+
+    def __call__(self, path: Path) -> WrappedValue:
+        """The wrapped value of the enclosing level at the end of the path; guards what it reads there.
+
+        Raises:
+            CaptureError: the enclosing level cannot follow the path.
+        """
+        found = self._found.get(path)
+        if found is None:
+            found = self._found[path] = self._find(path)
+        return found
+
+    def _find(self, path: Path) -> WrappedValue:
+        if not path.steps:
+            if path.root == "fn":
+                return self.fn
+            return wrap_args(self.args) if path.root == "args" else wrap_kwargs(self.kwargs)
+        step = path.steps[-1]
+        if len(path.steps) == 1 and isinstance(step, Item) and path.root != "fn":
+            return self.args[step.key] if path.root == "args" else self.kwargs[step.key]
+        obj = self(path.parent)
+        if isinstance(step, Attr):
+            value = _interpret_call(getattr, obj, wrap_const(step.name))
+        else:
+            from thunder.core.jit_ext import interpreted_getitem
+
+            value = _interpret_call(interpreted_getitem, obj, wrap_const(step.key))
+        if value is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            runtime = get_interpreterruntimectx()
+            error, runtime.curexc = runtime.curexc, None
+            raise CaptureError(
+                f"{name_of(unwrap(self.fn))} read `{path}`, which the enclosing level cannot: "
+                f"{type(error).__name__}: {error}. Pass the value as an argument instead."
+            ) from error
+        return value
+
+    def forget(self) -> None:
+        """Makes the next look-up read anew, after a change that a replay has made."""
+        self._found.clear()

@@ -1,0 +1,205 @@
+"""What a function changes outside itself while it is traced, and how the change is made in the enclosing level.
+
+stock thunder records attributes set on modules and other objects in ``JitCtx._additional_outputs``. Containers and
+closure cells it changes at once, which is right at level 0, where the interpreter *is* the program. An inner level
+changes copies of containers, and gives cells their contents back when it ends, so that the enclosing level is left
+as it was. When the trace is replayed, all of these changes are made by the enclosing level's own interpreter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from types import CellType
+from typing import TYPE_CHECKING, Any
+
+from thunder.core.interpreter import (
+    INTERPRETER_SIGNALS,
+    InterpreterFrame,
+    PseudoInst,
+    WrappedValue,
+    _interpret_call,
+    populate_attribute_wrapper,
+    unwrap,
+    wrap_const,
+)
+from thunder.nested.captures import Attr, Lift, Path, path_of
+from thunder.nested.errors import CaptureError, name_of
+
+if TYPE_CHECKING:
+    from thunder.nested.levels import Level
+
+_MUTATORS = frozenset(
+    getattr(typ, name)
+    for typ in (list, dict, set)
+    for name in (
+        *("__setitem__", "__delitem__", "__iadd__", "__imul__", "__ior__", "__iand__", "__ixor__", "__isub__"),
+        *("append", "extend", "insert", "remove", "reverse", "sort", "pop", "clear", "update", "setdefault"),
+        *("popitem", "add", "discard", "difference_update", "intersection_update", "symmetric_difference_update"),
+    )
+    if hasattr(typ, name)
+)
+_EMPTY = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Write:
+    """A container or cell that came from outside and was changed: its wrapper, its path, and what was in it."""
+
+    wrapper: WrappedValue
+    path: Path
+    original: Any
+
+
+class Writes:
+    """The containers and cells from outside that the function of a level has changed, in order of the first change."""
+
+    def __init__(self) -> None:
+        self._writes: dict[int, Write] = {}
+
+    def __iter__(self) -> Iterator[Write]:
+        return iter(self._writes.values())
+
+    def __len__(self) -> int:
+        return len(self._writes)
+
+    def of(self, wrapper: WrappedValue) -> Write | None:
+        """The record of a changed container or cell, or None where it is unchanged."""
+        return self._writes.get(id(wrapper))
+
+    def before_call(self, level: Level, fn: Callable, args: tuple) -> None:
+        """Before a method changes a container that came from outside: lets it change a copy instead."""
+        if not args or fn not in _MUTATORS:
+            return
+        container = args[0]
+        if type(container.value) not in (list, dict, set) or id(container) in self._writes:
+            return
+        path = path_of(container.provenance)
+        if path is None:
+            return
+        original = container.value
+        if container.original_value is container.nothing:
+            if isinstance(original, set):
+                container.register_proxy(set(original))
+            else:
+                container.track_items()
+                level.ctx.proxify(container)
+        self._writes[id(container)] = Write(container, path, original)
+
+    def before_store_deref(self, frame: InterpreterFrame, name: str) -> None:
+        """Before a closure cell is written by the opcode of the frame's current instruction."""
+        self.before_cell(next(c for i, c in enumerate(frame.localsplus) if frame.get_localsplus_name(i) == name))
+
+    def before_cell(self, cell: WrappedValue) -> None:
+        """Before a closure cell is written: if it came from outside, notes what was in it."""
+        path = path_of(cell.provenance)
+        if path is not None and id(cell) not in self._writes:
+            self._writes[id(cell)] = Write(cell, path, _contents(unwrap(cell)))
+
+    def undo(self) -> None:
+        """Gives cells their contents back (containers were changed in copies)."""
+        for write in self:
+            if isinstance(write.wrapper.value, CellType):
+                if write.original is _EMPTY:
+                    del write.wrapper.value.cell_contents
+                else:
+                    write.wrapper.value.cell_contents = write.original
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # Python's sign for an empty cell
+        return _EMPTY
+
+
+def has_effects(level: Level) -> bool:
+    """Whether the function changed anything outside itself that is not a tensor's data."""
+    return bool(level.ctx._additional_outputs) or len(level.writes) > 0
+
+
+def replay_effects(level: Level, lift: Lift, rewrap: Callable[[Any], WrappedValue]) -> None:
+    """Makes, in the enclosing level, the changes that the function of ``level`` made.
+
+    Args:
+        level: the inner level, which has ended.
+        lift: finds the changed objects in the enclosing level.
+        rewrap: gives the enclosing level's value for a (wrapped) value of the inner level.
+    """
+    for modifications in level.ctx._additional_outputs.values():
+        for inst, owner, key, value in modifications:
+            assert inst is PseudoInst.STORE_SUBSCR, inst
+            _set_member(level, lift, owner, key, rewrap(value))
+    for write in level.writes:
+        target = lift(write.path)
+        if isinstance(write.wrapper.value, CellType):
+            value = rewrap(write.wrapper.attribute_wrappers["cell_contents"])
+            if level.enclosing.enclosing is not None:
+                level.enclosing.writes.before_cell(target)
+            target.value.cell_contents = value.value
+            populate_attribute_wrapper(target, "cell_contents", value)
+        else:
+            _assign_container(target, write.wrapper, rewrap)
+    lift.forget()
+
+
+def _set_member(level: Level, lift: Lift, owner: WrappedValue, key: WrappedValue, value: WrappedValue) -> None:
+    """``owner`` is an object's ``__dict__`` or a module's ``_buffers``, ``_parameters`` or ``_modules``."""
+    from thunder.core.jit_ext import EXT_FLAG_IS_MODULE_MEMBER_DICT
+
+    path = path_of(owner.provenance)
+    if path is None:
+        if _made_inside(owner):
+            return  # it comes back with the result
+        raise CaptureError(
+            f"{name_of(level.fn)} sets `{unwrap(key)}` on an object that was reached in a way that cannot be "
+            f"recorded. Pass the object as an argument or close over it."
+        )
+    key = wrap_const(unwrap(key))
+    if path.steps[-1] == Attr("__dict__"):
+        _call(object.__setattr__, lift(path.parent), key, value)
+    else:
+        members = lift(path)
+        members.provenance.ext_flag |= EXT_FLAG_IS_MODULE_MEMBER_DICT
+        _call(dict.__setitem__, members, key, value)
+
+
+def _made_inside(owner: WrappedValue) -> bool:
+    from thunder.core.jit_ext import is_created_during_tracing
+
+    provenance = owner.provenance
+    return bool(provenance.inputs) and is_created_during_tracing(provenance.inputs[0])
+
+
+def _assign_container(target: WrappedValue, changed: WrappedValue, rewrap: Callable[[Any], WrappedValue]) -> None:
+    if isinstance(changed.value, list):
+        items = rewrap_items(changed, rewrap)
+        _call(list.__setitem__, target, wrap_const(slice(None)), items)
+    elif isinstance(changed.value, dict):
+        for key in [k for k in unwrap(target) if k not in changed.value]:
+            _call(dict.__delitem__, target, wrap_const(key))
+        for key, value in changed.value.items():
+            known = unwrap(target).get(key, _EMPTY)
+            if known is not value:
+                _call(dict.__setitem__, target, wrap_const(key), rewrap(changed.item_wrappers.get(key, value)))
+    else:
+        _call(set.clear, target)
+        _call(set.update, target, wrap_const(set(changed.value)))
+
+
+def rewrap_items(changed: WrappedValue, rewrap: Callable[[Any], WrappedValue]) -> WrappedValue:
+    """A fresh wrapped list of the enclosing level with the items of a list of the inner level."""
+    items = [rewrap(w if w is not None else v) for w, v in zip(changed.item_wrappers, changed.value)]
+    fresh = wrap_const([item.value for item in items])
+    fresh.item_wrappers = items
+    return fresh
+
+
+def _call(fn: Callable, *args: WrappedValue) -> None:
+    result = _interpret_call(fn, *args)
+    if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+        from thunder.core.interpreter import get_interpreterruntimectx
+
+        runtime = get_interpreterruntimectx()
+        error, runtime.curexc = runtime.curexc, None
+        raise error

@@ -1,0 +1,55 @@
+"""What can go wrong with nested tracing. Each message says which function, where in the user's source, and the remedy."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+
+
+class NestedTracingError(RuntimeError):
+    """The base of all errors that nested tracing raises by itself (the user's own exceptions pass unchanged)."""
+
+
+class OutsideTraceError(NestedTracingError):
+    """``thunder.nested`` was called where nothing is being traced."""
+
+
+class LevelError(NestedTracingError):
+    """A :class:`thunder.nested.NestedTrace` was used in a level other than the one it was made in."""
+
+
+class EscapedProxyError(NestedTracingError):
+    """A proxy was used after the level that made it had ended."""
+
+
+class UntraceableCallableError(NestedTracingError, TypeError):
+    """What should be traced is no callable, or one that cannot be hashed."""
+
+
+class ArgumentError(NestedTracingError, TypeError):
+    """Arguments do not fit those that the trace was made with."""
+
+
+class CaptureError(NestedTracingError):
+    """A value that the inner function read cannot be found from the enclosing level."""
+
+
+class ResultError(NestedTracingError):
+    """The inner function returns something that a trace cannot represent."""
+
+
+class ReplayError(NestedTracingError):
+    """A trace with side effects was asked to be replayed more than once."""
+
+
+def name_of(fn: Callable) -> str:
+    """``fn`` as messages name it: its qualified name, file and first line, as far as it has them."""
+    inner = fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    inner = inspect.unwrap(getattr(inner, "__func__", inner)) if callable(inner) else inner
+    code = getattr(inner, "__code__", None) or getattr(getattr(type(inner), "forward", None), "__code__", None)
+    code = code or getattr(getattr(type(inner), "__call__", None), "__code__", None)
+    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+    return f"`{name}`" if code is None else f"`{name}` ({code.co_filename}:{code.co_firstlineno})"

@@ -1,0 +1,304 @@
+"""What a level is, and how it is entered and left.
+
+A *level* is one run of ``thunder_general_jit``. Level 0 is the outermost; an inner level has an *enclosing* level,
+whose proxies are *foreign* to it. NOTE [foreign proxies]: an inner level never uses a foreign proxy. Where it meets
+one it registers a proxy of its own, a *stand-in*, with its own provenance and checks, just as for a real tensor. No
+``ProvenanceRecord`` is then shared between levels, which is what corrupted the enclosing ``unpack_inputs``. The names
+of the enclosing levels are reserved in the inner computation trace, so a proxy is foreign if and only if its name is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import thunder
+import thunder.clang as clang
+from thunder.core.compile_data import get_cache_option, get_compile_data
+from thunder.core.interpreter import (
+    InterpreterError,
+    InterpreterRuntimeCtx,
+    WrappedValue,
+    get_interpreterruntimectx,
+)
+from thunder.core.options import CACHE_OPTIONS
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
+from thunder.nested.errors import EscapedProxyError, name_of
+from thunder.nested.effects import Writes
+
+if TYPE_CHECKING:
+    from thunder.common import CompileData
+    from thunder.core.jit_ext import JitCtx
+
+_level: ContextVar[Level | None] = ContextVar("thunder_nested_level", default=None)
+
+
+def current_level() -> Level | None:
+    """The innermost level that is running in this thread, or None."""
+    return _level.get()
+
+
+class Level:
+    """One run of ``thunder_general_jit``.
+
+    Attributes:
+        fn: the function that the level traces.
+        enclosing: the level in whose run this one began, or None for level 0.
+        ctx: the level's ``JitCtx``, once ``thunder_general_jit`` has made it.
+        lenient: whether a result or an effect that the level's own epilogue cannot hold is left to the caller.
+        result: the wrapped result of the function, in an inner level.
+        stand_ins: own name to the foreign proxy that the proxy of that name stands for.
+        writes: what the function changed in containers and cells that came from outside.
+    """
+
+    def __init__(self, fn: Callable, enclosing: Level | None, *, lenient: bool = False):
+        self.fn = fn
+        self.enclosing = enclosing
+        self.lenient = lenient
+        self.ctx: JitCtx | None = None
+        self.result: WrappedValue | None = None
+        self.stand_ins: dict[str, Proxy] = {}
+        self.writes = Writes()
+        self.python_types: dict[str, type] = {}
+        self.unrepresentable: Exception | None = None
+        self.final_state: tuple[bool, tuple] | None = None
+        self._reserved: set[str] = set()
+        self._own: dict[str, Proxy] = {}
+        self._postfixes: dict[str, str] = {}
+        self._runtimes: tuple[InterpreterRuntimeCtx, ...] = ()
+        self._interprets_root = False
+        # proxies of inner levels that have ended, by identity; kept by the outermost level
+        self._ended: dict[int, tuple[weakref.ref, str]] = {} if enclosing is None else enclosing._ended
+        if enclosing is not None:
+            self._reserved = set(enclosing.ctx.computation_trace.names)
+            self._runtimes = (get_interpreterruntimectx(), *enclosing._runtimes)
+
+    @property
+    def depth(self) -> int:
+        """0 for the outermost level."""
+        return 0 if self.enclosing is None else self.enclosing.depth + 1
+
+    def attach(self, ctx: JitCtx) -> None:
+        """Takes the context that ``thunder_general_jit`` made for this level."""
+        self.ctx = ctx
+        ctx.computation_trace.names |= self._reserved
+        self._interprets_root = self.enclosing is not None and self._runs_lookaside_of_root()
+
+    def is_foreign(self, proxy: Proxy) -> bool:
+        """Whether the proxy belongs to an enclosing level."""
+        return proxy.name in self._reserved
+
+    def free_postfix(self, postfix: str) -> str:
+        """A postfix for a tensor's name that leads to no name of the enclosing levels (``proxify`` would take it)."""
+        if postfix not in self._postfixes:
+            free, n = postfix, 0
+            while postfix and f"t{free}" in self._reserved:
+                n += 1
+                free = f"{postfix}_{n}"
+            self._postfixes[postfix] = free
+        return self._postfixes[postfix]
+
+    def final_name(self, proxy: Proxy) -> str:
+        """The name in the finished traces: proxies are renamed after the user's variables at the end."""
+        return self.ctx._proxy_swapmap.get(variableify(proxy), proxy).name
+
+    #
+    # Values that come from outside
+    #
+
+    def adopt(self, value: WrappedValue) -> None:
+        """Puts this level's own value in the place of one of the enclosing levels'. Called for every wrapped value."""
+        uvalue = value.value
+        if isinstance(uvalue, Proxy):
+            if uvalue.name in self._reserved:
+                if isinstance(uvalue, (TensorProxy, NumberProxy)):
+                    value.register_proxy(self._stand_in(uvalue, value))
+                    value.python_typ = self._python_type(uvalue)
+            elif id(uvalue) in self._ended:
+                self._check_not_ended(uvalue)
+        elif self._runtimes and isinstance(uvalue, (dict, list)):
+            self._adopt_changed_container(value)
+
+    def _stand_in(self, foreign: Proxy, value: WrappedValue) -> Proxy:
+        own = self._own.get(foreign.name)
+        if own is not None:
+            return own
+        from thunder.core.jit_ext import (
+            EXT_FLAG_IS_PROXY_DERIVED,
+            EXT_FLAG_IS_TENSOR_PROXY,
+            _infer_name_postfix_from_provenance,
+            should_register_for_prologue,
+        )
+
+        pathless = not should_register_for_prologue(value.provenance)
+        if isinstance(foreign, TensorProxy):
+            postfix = "" if pathless else _infer_name_postfix_from_provenance(value.provenance)
+            name = self.ctx.computation_trace.make_name(f"t{postfix}" if postfix else None, prefix="t")
+            value.provenance.ext_flag |= EXT_FLAG_IS_TENSOR_PROXY
+            own = like(foreign, name)
+            if not pathless and get_cache_option() in (CACHE_OPTIONS.CONSTANT_VALUES, CACHE_OPTIONS.SYMBOLIC_VALUES):
+                self.ctx.add_constraint((clang.check_tensor_shape_and_metadata, own))
+        else:
+            value.provenance.ext_flag |= EXT_FLAG_IS_PROXY_DERIVED
+            own = like(foreign, self.ctx.computation_trace.make_name(prefix=foreign.prefix))
+        own.history = None if pathless else value.provenance
+        self.stand_ins[own.name] = foreign
+        self._own[foreign.name] = own
+        return own
+
+    def _python_type(self, foreign: Proxy) -> type:
+        """The type of the real tensor that a proxy of an enclosing level was made for (``isinstance(w, Parameter)``)."""
+        level = self.enclosing
+        while level is not None:
+            if foreign.name in level.python_types:
+                return level.python_types[foreign.name]
+            level = level.enclosing
+        return type(foreign)
+
+    def _adopt_changed_container(self, value: WrappedValue) -> None:
+        """Enclosing levels record changes to containers in copies; what they changed must be read here, too."""
+        container = value.value
+        for runtime in self._runtimes:
+            known = runtime._known_wrappers.get(id(container))
+            wrapper = known[0]() if known is not None else None
+            if wrapper is not None and wrapper.original_value is container:
+                changed = wrapper.value
+                value.register_proxy(type(changed)(changed))
+                if isinstance(changed, list):
+                    value.item_wrappers = [None] * len(changed)
+                return
+
+    def _check_not_ended(self, proxy: Proxy) -> None:
+        reference, maker = self._ended[id(proxy)]
+        if reference() is proxy:
+            raise EscapedProxyError(
+                f"The proxy {proxy.name} was made while {maker} was traced, and is used in {name_of(self.fn)} after "
+                f"that trace has ended. Take the values of a nested trace from what `inline()`, `as_operator()` or "
+                f"`thunder_callable()` return; do not keep the proxies that the inner function worked with."
+            )
+
+    #
+    # The root function
+    #
+
+    def _runs_lookaside_of_root(self) -> bool:
+        """Whether this level was begun by the very lookaside that its root function has.
+
+        Then the root function is interpreted: to look it aside once more would never end.
+        """
+        from thunder.core.jit_ext import _general_jit_lookaside_map
+
+        try:
+            lookaside = _general_jit_lookaside_map.get(_plain(self.fn))
+        except TypeError:  # unhashable
+            return False
+        code = getattr(inspect.unwrap(lookaside), "__code__", None) if lookaside is not None else None
+        frame = sys._getframe() if code is not None else None
+        while frame is not None:
+            if frame.f_code is code:
+                return True
+            frame = frame.f_back
+        return False
+
+    def interprets(self, fn: Callable) -> bool:
+        """Whether the call of ``fn`` that is about to happen is that of the root function, to be interpreted."""
+        if self._interprets_root and fn is _plain(self.fn):
+            self._interprets_root = False
+            return True
+        return False
+
+    def observe(self, run: Callable) -> Callable:
+        """Lets the level see the result and the errors of the interpreted function."""
+
+        @functools.wraps(run)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = run(*args, **kwargs)
+            except InterpreterError as error:
+                # each level wraps an error of the interpreter once more; the innermost says where it happened
+                if isinstance(error.__cause__, InterpreterError):
+                    raise error.__cause__
+                raise
+            if self.enclosing is not None:
+                self.result = result
+            return result
+
+        return observed
+
+    def retire(self) -> None:
+        """Remembers the level's proxies as those of a level that has ended."""
+        if self.enclosing is None or self.ctx is None:
+            return
+        maker = name_of(self.fn)
+        own = [p for bsym in self.ctx.computation_trace.bound_symbols for p in bsym.flat_proxy_outs]
+        for proxy in (*own, *self._own.values()):
+            self._ended[id(proxy)] = (weakref.ref(proxy), maker)
+
+
+def _plain(fn: Callable) -> Callable:
+    return getattr(fn, "__func__", fn)
+
+
+def like(proxy: Proxy, name: str) -> Proxy:
+    """A proxy equal to ``proxy`` but for its name. The name is not recorded in any trace."""
+    new = object.__new__(type(proxy))
+    new.__dict__.update(proxy.__dict__)
+    new._name = name
+    new._tags = set(proxy._tags)
+    new.history = None
+    return new
+
+
+@contextlib.contextmanager
+def enter_level(fn: Callable, *, lenient: bool = False) -> Iterator[Level]:
+    """Runs the body as a level that traces ``fn``; leaves everything as it was, on return and on every exception."""
+    enclosing = current_level()
+    level = Level(fn, enclosing, lenient=lenient)
+    token = _level.set(level)
+    try:
+        if enclosing is None:
+            yield level
+        else:
+            with _ambient_state(level):
+                yield level
+    finally:
+        _level.reset(token)
+        level.writes.undo()
+        level.retire()
+
+
+@contextlib.contextmanager
+def _ambient_state(level: Level) -> Iterator[None]:
+    """An inner level begins with the enclosing grad mode and autocast, and its changes end with it.
+
+    Its prologue checks no ambient state (``cache_info``): level 0 does.
+    """
+    data, enclosing = get_compile_data(), level.enclosing.ctx.compile_data
+    before = [(d, ambient_state(d)) for d in (data, enclosing)]
+    set_ambient_state(data, ambient_state(enclosing))
+    cache_info = thunder._cache_info_ctx.set({})
+    try:
+        yield
+        level.final_state = ambient_state(data)
+    finally:
+        thunder._cache_info_ctx.reset(cache_info)
+        for d, state in before:
+            set_ambient_state(d, state)
+
+
+def ambient_state(data: CompileData) -> tuple[bool, tuple]:
+    """Grad mode and autocast stack, as the operations that are traced next will see them."""
+    return data.is_grad_enabled, tuple(data.autocast_stack.stack)
+
+
+def set_ambient_state(data: CompileData, state: tuple[bool, tuple]) -> None:
+    """Puts back what :func:`ambient_state` returned."""
+    data.is_grad_enabled, autocast = state
+    data.autocast_stack.stack.clear()
+    data.autocast_stack.stack.extend(autocast)

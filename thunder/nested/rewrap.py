@@ -1,0 +1,156 @@
+"""How a result of an inner level becomes a wrapped value of the enclosing level.
+
+The interpreter wraps each value and keeps, beside it, wrappers of its items and attributes. A result may be a value
+of the enclosing level that the function passed through (then it is that very value), something that the function
+computed (then its replayed proxy), or a structure that it built, which is built again from such parts.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from thunder.core.interpreter import (
+    ProvenanceRecord,
+    PseudoInst,
+    WrappedValue,
+    wrap,
+    wrap_const,
+    wrapped_build_tuple,
+)
+from thunder.core.proxies import Proxy
+from thunder.nested.captures import Lift, path_of
+from thunder.nested.errors import ResultError, name_of
+from thunder.nested.levels import Level
+
+_ATOMS = (int, float, complex, str, bytes, bool, type(None), type, types.ModuleType, slice, range)
+_RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, types.FrameType, types.CodeType)
+
+
+class Rewrap:
+    """Makes wrapped values of the enclosing level from those of an inner level that has ended.
+
+    Args:
+        level: the inner level.
+        lift: finds what the function passed through.
+        replayed: name of a proxy in the inner computation to the value that takes its place.
+    """
+
+    def __init__(self, level: Level, lift: Lift, replayed: Mapping[str, Any]):
+        self.level, self.lift, self.replayed = level, lift, replayed
+        self._done: dict[tuple[str, int], tuple[Any, Any]] = {}
+
+    def __call__(self, value: Any) -> WrappedValue:
+        """The enclosing level's wrapped value for a value, wrapped or not, of the inner level."""
+        return self._memo(value, self._wrapped if isinstance(value, WrappedValue) else self._from_plain)
+
+    def _memo(self, value: Any, make: Callable[[Any], Any]) -> Any:
+        """The inner level's aliasing is kept: the same object becomes the same object. Holds on to the key object."""
+        done = self._done.get((make.__name__, id(value)))
+        if done is None:
+            self._done[make.__name__, id(value)] = (value, value)  # what refers to itself ends here
+            done = self._done[make.__name__, id(value)] = (value, make(value))
+        return done[1]
+
+    def _wrapped(self, w: WrappedValue) -> WrappedValue:
+        uvalue = w.value
+        if isinstance(uvalue, Proxy):
+            return self._proxy(uvalue, w.provenance)
+        written = self.level.writes.of(w)
+        path = written.path if written is not None else path_of(w.provenance)
+        if path is not None:
+            return self.lift(path)
+        if w.provenance.inst is PseudoInst.CONSTANT and isinstance(uvalue, _ATOMS):
+            return wrap_const(uvalue)
+        if type(uvalue) in (tuple, list):
+            items = [self(i if i is not None else v) for i, v in zip(w.item_wrappers, uvalue)]
+            if isinstance(uvalue, tuple):
+                return wrapped_build_tuple(items)
+            return self._container([i.value for i in items], w, items)
+        if type(uvalue) is dict:
+            items = {k: self(w.item_wrappers.get(k, v)) for k, v in uvalue.items()}
+            new = self._container({k: i.value for k, i in items.items()}, w, items)
+            new.key_wrappers = {k: wrap_const(k) for k in items}
+            return new
+        return self._wrap(self._plain(uvalue), w.provenance)
+
+    def _proxy(self, proxy: Proxy, provenance: ProvenanceRecord) -> WrappedValue:
+        path = path_of(proxy.history)
+        if path is not None:
+            return self.lift(path)
+        return self._wrap(self._plain(proxy), provenance)
+
+    def _container(self, value: Any, w: WrappedValue, items: Any) -> WrappedValue:
+        new = self._wrap(value, w.provenance)
+        new.item_wrappers = items
+        return new
+
+    def _from_plain(self, value: Any) -> WrappedValue:
+        if isinstance(value, Proxy):
+            return self._proxy(value, ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[]))
+        return self._wrap(self._plain(value), None)
+
+    def _wrap(self, value: Any, origin: ProvenanceRecord | None) -> WrappedValue:
+        # objects made while tracing may be changed freely, which the interpreter sees by this instruction
+        made = not isinstance(value, (Proxy, *_ATOMS)) and hasattr(value, "__dict__") and not callable(value)
+        provenance = ProvenanceRecord(PseudoInst.NEW if made else PseudoInst.LOOKASIDE, inputs=[])
+        if origin is not None:
+            provenance.ext_flag = origin.ext_flag
+        return wrap(value, provenance=provenance)
+
+    #
+    # Plain values: objects that the function made, with the proxies in them exchanged
+    #
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, Proxy):
+            if value.name in self.level.stand_ins:
+                path = path_of(value.history)
+                return self.lift(path).value if path is not None else self.level.stand_ins[value.name]
+            return self.replayed.get(self.level.final_name(value), value)
+        if isinstance(value, _ATOMS):
+            return value
+        if isinstance(value, _RUNNING):
+            raise ResultError(
+                f"{name_of(self.level.fn)} returns a {type(value).__name__}, which holds on to the finished trace of "
+                f"the function. Return the values that it would yield, for instance as a list."
+            )
+        return self._memo(value, self._plain_object)
+
+    def _plain_object(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            items = [self._plain(v) for v in value]
+            return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+        if isinstance(value, (list, set, frozenset)):
+            return type(value)([self._plain(v) for v in value])
+        if isinstance(value, dict):
+            return type(value)((k, self._plain(v)) for k, v in value.items())
+        if isinstance(value, types.FunctionType) and self._mentions_inner(value.__closure__):
+            return self._function(value)
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self._plain(value.__self__))
+        if not callable(value) and self._mentions_inner(getattr(value, "__dict__", {}).values()):
+            new = object.__new__(type(value))
+            for k, v in value.__dict__.items():
+                object.__setattr__(new, k, self._plain(v))
+            return new
+        return value
+
+    def _mentions_inner(self, values: Any) -> bool:
+        for value in values or ():
+            if isinstance(value, types.CellType):
+                try:
+                    value = value.cell_contents
+                except ValueError:
+                    continue
+            if self._plain(value) is not value:
+                return True
+        return False
+
+    def _function(self, fn: types.FunctionType) -> types.FunctionType:
+        cells = tuple(types.CellType(self._plain(c.cell_contents)) for c in fn.__closure__)
+        new = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
+        new.__kwdefaults__ = fn.__kwdefaults__
+        new.__dict__.update(fn.__dict__)
+        return new

@@ -1,0 +1,357 @@
+"""The record that the author of a higher-order lookaside holds: :class:`NestedTrace`, made by :func:`trace`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from thunder.core.compile_data import get_compile_data
+from thunder.core.interpreter import (
+    InterpreterError,
+    ProvenanceRecord,
+    PseudoInst,
+    WrappedValue,
+    do_raise,
+    unwrap,
+    wrap,
+)
+from thunder.core.proxies import Proxy, is_proxy_name_available, variableify
+from thunder.core.symbol import Symbol
+from thunder.core.trace import TraceCtx, TraceResults, get_tracectx
+from thunder.nested.captures import Lift, Path, path_of
+from thunder.nested.effects import has_effects, replay_effects
+from thunder.nested.errors import (
+    ArgumentError,
+    LevelError,
+    OutsideTraceError,
+    ReplayError,
+    ResultError,
+    UntraceableCallableError,
+    name_of,
+)
+from thunder.nested.levels import Level, current_level, set_ambient_state
+from thunder.nested.prologue import own_inputs, wrap_call
+from thunder.nested.replay import Substitution, replay
+from thunder.nested.rewrap import Rewrap
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """An input of an inner computation.
+
+    Attributes:
+        proxy: the proxy that stands for it in ``computation_trace.args``.
+        path: how the inner function reached it, or None if no path leads there (a default argument, say).
+        value: the enclosing level's value, mostly a proxy, that it stands for.
+    """
+
+    proxy: Proxy
+    path: Path | None
+    value: Any
+
+    @property
+    def is_capture(self) -> bool:
+        """Whether it is not an argument: a closure cell, global, parameter, buffer, attribute or default."""
+        return self.path is None or self.path.is_capture
+
+
+def trace(fn: WrappedValue | Callable, /, *args: Any, **kwargs: Any) -> NestedTrace:
+    """Traces a function, inside a lookaside, on the arguments that the lookaside received.
+
+    The enclosing level is left as it was, but for the guards of what the function read and the captures that it
+    needs, which are lifted into it. Nothing is computed until the trace is replayed.
+
+    Args:
+        fn: the wrapped function or module that the lookaside received. A plain callable is taken as a constant.
+        args, kwargs: the wrapped arguments that it received. Proxies that the lookaside computed and constants may
+            be given as they are.
+
+    Returns:
+        The :class:`NestedTrace`.
+
+    Raises:
+        OutsideTraceError: nothing is being traced.
+        UntraceableCallableError: ``fn`` is not callable, or not hashable.
+        Exception: what ``fn`` raises.
+    """
+    enclosing = _enclosing("trace")
+    ufn = unwrap(fn)
+    _check_callable(ufn)
+    wrapped_fn, wrapped_args, wrapped_kwargs = wrap_call(fn, args, kwargs)
+    uargs = tuple(unwrap(a) for a in wrapped_args)
+    ukwargs = {k: unwrap(v) for k, v in wrapped_kwargs.items()}
+    from thunder.core.jit_ext import trace_level
+
+    results, level = trace_level(ufn, uargs, ukwargs, sharp_edges=enclosing.ctx.sharp_edges, lenient=True)
+    return NestedTrace(level, results, Lift(wrapped_fn, wrapped_args, wrapped_kwargs))
+
+
+def lookaside(diverted_fn: Callable) -> Callable[[Callable], Callable]:
+    """Registers a lookaside for ``diverted_fn`` whose exceptions are those of the program that is traced.
+
+    A lookaside registered so gets wrapped values and returns one, like one of ``register_general_jit_lookaside``. In
+    addition, what it raises, or what the function that it traces raises, can be caught by the traced program.
+
+    Args:
+        diverted_fn: the function that the lookaside replaces during tracing.
+    """
+    from thunder.core.jit_ext import register_general_jit_lookaside
+
+    def register(fn: Callable) -> Callable:
+        @register_general_jit_lookaside(diverted_fn)
+        def _nested_lookaside(*args: WrappedValue, **kwargs: WrappedValue) -> Any:
+            try:
+                result = fn(*args, **kwargs)
+            except InterpreterError:
+                raise  # no exception of the program: the interpreter itself cannot go on
+            except Exception as error:
+                return do_raise(error)
+            return wrap(result, provenance=ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[]))
+
+        _nested_lookaside.__wrapped__ = fn
+        return fn
+
+    return register
+
+
+class NestedTrace:
+    """The Thunder program of a function that was traced inside a lookaside.
+
+    Attributes:
+        results: the inner level's ``TraceResults``: prologue, computation and epilogue.
+        inputs: the inputs of the computation, arguments first, then captures in the order of their first use.
+        result: the inner function's result, with the proxies of the inner computation in the place of tensors.
+    """
+
+    def __init__(self, level: Level, results: TraceResults, lift: Lift):
+        self.results = results
+        self._level, self._lift = level, lift
+        self._replayed = False
+        self._guard()
+        self.inputs = self._inputs()
+        self._rename()
+
+    @property
+    def result(self) -> Any:
+        """What the inner function returned, in terms of the inner computation's proxies."""
+        return unwrap(self._level.result)
+
+    @property
+    def fn(self) -> Callable:
+        """The function that was traced."""
+        return self._level.fn
+
+    @property
+    def computation_trace(self) -> TraceCtx:
+        """The inner computation; shorthand for ``results.computation_trace``."""
+        return self.results.computation_trace
+
+    def __repr__(self) -> str:
+        return f"<NestedTrace of {name_of(self.fn)} with {len(self.inputs)} inputs>"
+
+    def inline(self) -> WrappedValue:
+        """Replays the computation into the enclosing trace, with the function's effects on what is outside of it.
+
+        Returns:
+            The wrapped result, as if the function had been called by the traced program itself.
+
+        Raises:
+            LevelError: this is not the level in which the trace was made, or that level has ended.
+            ReplayError: the function has effects, which were made by an earlier replay.
+            ResultError: the function returns what the enclosing level cannot represent.
+        """
+        self._check_replayable("inline")
+        replayed = replay(self.computation_trace, [i.value for i in self.inputs], get_tracectx())
+        return self._finish_replay(replayed)
+
+    def as_operator(self, name: str) -> WrappedValue:
+        """Like :meth:`inline`, but as one bound symbol whose subsymbols are the inner computation.
+
+        An executor that registers an implementation for the id ``name`` may claim the whole; where none does, the
+        subsymbols are executed. The operator's arguments are the values of :attr:`inputs`, its outputs the proxies
+        that the computation returns, in that order.
+
+        Args:
+            name: the operator's name and id, a Python identifier.
+
+        Raises:
+            ArgumentError: ``name`` is no identifier.
+            LevelError, ReplayError, ResultError: as for :meth:`inline`.
+        """
+        self._check_replayable("as_operator")
+        if not name.isidentifier():
+            raise ArgumentError(f"The operator's name must be a Python identifier, but it is {name!r}.")
+        if self._level.unrepresentable is not None:
+            raise ResultError(
+                f"{name_of(self.fn)} cannot be an operator, because {self._level.unrepresentable}. "
+                f"Return tensors in tuples, lists or dicts, or use `inline()`."
+            )
+        made = [p for p in self.computation_trace.bound_symbols[-1].flat_proxy_args if p.name not in self._input_names]
+        made = list({p.name: p for p in made}.values())
+        operator = Operator(name=name, id=name, meta=self._operator_meta(made), _bind_postprocess=self._bind_operator)
+        outputs = operator(*(i.value for i in self.inputs))
+        replayed = Substitution(zip((p.name for p in made), outputs), get_tracectx())
+        return self._finish_replay(replayed)
+
+    def thunder_callable(self) -> Callable:
+        """The function as a plain Thunder callable, to be called with proxies, any number of times, while tracing.
+
+        Returns:
+            A callable that takes what the function took, with other proxies of the same shape, dtype and device, and
+            returns what it returned, as plain values (not wrapped). Captures are those of this trace.
+
+        Raises (when called):
+            ArgumentError: the arguments do not fit those that the trace was made with.
+            LevelError, ReplayError: as for :meth:`inline`.
+        """
+        self._check_level("thunder_callable")
+
+        def thunder_callable(*args: Any, **kwargs: Any) -> Any:
+            self._check_replayable("thunder_callable")
+            _, wrapped_args, wrapped_kwargs = wrap_call(self.fn, args, kwargs)
+            lift = Lift(self._lift.fn, wrapped_args, wrapped_kwargs)
+            self._check_arguments(wrapped_args, wrapped_kwargs, lift)
+            values = [i.value if i.is_capture else lift(i.path).value for i in self.inputs]
+            replayed = replay(self.computation_trace, values, get_tracectx())
+            return unwrap(self._finish_replay(replayed, lift))
+
+        return thunder_callable
+
+    #
+    # Into the enclosing level
+    #
+
+    def _guard(self) -> None:
+        """Reads in the enclosing level all that the inner level read by a path, so that it is guarded there, too."""
+        for _, *values in self._level.ctx._constraints:
+            for value in values:
+                path = path_of(value.history) if isinstance(value, Proxy) else None
+                if path is not None and value.name not in self._level.stand_ins:
+                    self._lift(path)
+
+    def _inputs(self) -> tuple[Input, ...]:
+        level = self._level
+        own = {level.final_name(p): p for p in own_inputs(level)}
+        found = []
+        for proxy in self.computation_trace.args:
+            path = path_of(own[proxy.name].history)
+            foreign = level.stand_ins.get(own[proxy.name].name)
+            found.append(Input(proxy, path, foreign if foreign is not None else self._lift(path).value))
+        return tuple(found)
+
+    @property
+    def _input_names(self) -> set[str]:
+        return {i.proxy.name for i in self.inputs}
+
+    def _rename(self) -> None:
+        """The enclosing level names its values after the inner function's variables, as it would inline."""
+        swapmap = self._level.enclosing.ctx._proxy_swapmap
+        own = {self._level.final_name(p): p for p in own_inputs(self._level)}
+        for i in self.inputs:
+            renamed = own[i.proxy.name].name != i.proxy.name
+            if renamed and isinstance(i.value, Proxy) and variableify(i.value) not in swapmap:
+                if is_proxy_name_available(i.proxy.name):
+                    swapmap[variableify(i.value)] = i.value.replace_name(i.proxy.name)
+
+    def _finish_replay(self, replayed: Substitution, lift: Lift | None = None) -> WrappedValue:
+        lift = lift or self._lift
+        self._replayed = True
+        rewrap = Rewrap(self._level, lift, replayed)
+        replay_effects(self._level, lift, rewrap)
+        set_ambient_state(get_compile_data(), self._level.final_state)
+        return rewrap(self._level.result)
+
+    def _operator_meta(self, made: list[Proxy]) -> Callable:
+        def meta(*inputs: Any) -> tuple[Any, ...]:
+            replayed = replay(self.computation_trace, inputs, get_tracectx())
+            return tuple(replayed[p.name] for p in made)
+
+        return meta
+
+    @staticmethod
+    def _bind_operator(bsym: Any) -> None:
+        bsym._call_ctx = {bsym.sym.name: bsym.sym}
+
+    #
+    # Misuse
+    #
+
+    def _check_level(self, method: str) -> None:
+        enclosing = _enclosing(f"NestedTrace.{method}")
+        if enclosing is not self._level.enclosing:
+            raise LevelError(
+                f"The trace of {name_of(self.fn)} was made while {name_of(self._level.enclosing.fn)} was traced, and "
+                f"`{method}` is called while {name_of(enclosing.fn)} is. Trace the function anew, with "
+                f"`thunder.nested.trace`, in the lookaside that uses it."
+            )
+
+    def _check_replayable(self, method: str) -> None:
+        self._check_level(method)
+        if self._replayed and has_effects(self._level):
+            raise ReplayError(
+                f"{name_of(self.fn)} changes objects outside of it, and was traced as they were before its first "
+                f"replay. Trace it anew, with `thunder.nested.trace`, to call it once more."
+            )
+
+    def _check_arguments(self, args: tuple, kwargs: dict, lift: Lift) -> None:
+        """Each check that the inner prologue makes of an argument, made of the arguments of this call."""
+        expected = (len(self._lift.args), set(self._lift.kwargs))
+        if (len(args), set(kwargs)) != expected:
+            raise ArgumentError(
+                f"{name_of(self.fn)} was traced with {expected[0]} positional arguments and the keywords "
+                f"{sorted(expected[1])}, and is called with {len(args)} and {sorted(kwargs)}. Trace it with both forms."
+            )
+        for _, *values in self._level.ctx._constraints:
+            path = path_of(values[0].history) if isinstance(values[0], Proxy) else None
+            if path is None or path.is_capture:
+                continue
+            was, now = _description(values[0] if len(values) == 1 else values[1]), _description(lift(path).value)
+            if was != now:
+                raise ArgumentError(
+                    f"{name_of(self.fn)} was traced with {was} for `{path}`, and is called with {now}. Trace it once "
+                    f"for each kind of argument."
+                )
+
+
+class Operator(Symbol):
+    """The symbol of one :meth:`NestedTrace.as_operator`. Two are equal only if they are the same one.
+
+    Symbols of one id are else taken for equal, and then a pass that removes common subexpressions would take two
+    operators of the same name for the same computation.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _enclosing(what: str) -> Level:
+    level = current_level()
+    if level is None:
+        raise OutsideTraceError(
+            f"`thunder.nested.{what}` was called while nothing is traced. Call it in a lookaside, registered with "
+            f"`thunder.nested.lookaside`, of a function that runs under `thunder.jit`."
+        )
+    return level
+
+
+def _check_callable(fn: Any) -> None:
+    if not callable(fn):
+        raise UntraceableCallableError(f"{fn!r} is not callable, so there is nothing to trace.")
+    try:
+        hash(fn)
+    except TypeError as error:
+        raise UntraceableCallableError(
+            f"{name_of(fn)} cannot be hashed ({error}), so it cannot be told from other callables. Define `__hash__` "
+            f"on {type(fn).__qualname__}, or pass its bound `__call__` method."
+        ) from None
+
+
+def _description(value: Any) -> str:
+    shape = getattr(value, "_shape", None)
+    if shape is None:
+        return repr(value)
+    return f"a tensor of shape {tuple(shape)}, {value.dtype}, on {value.device}, requires_grad={value.requires_grad}"
