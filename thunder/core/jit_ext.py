@@ -8,13 +8,14 @@ from thunder_overlay import execute_installed
 
 execute_installed(globals())
 
-import thunder.nested.levels as levels
 from thunder.common import CompileData  # noqa: F401  (code written for older releases imports it from here)
 from thunder.core.compile_data import compile_data_and_stats  # noqa: F401  (likewise)
 from thunder.core.interpreter import InterpreterError  # noqa: F401
+
+import thunder.nested.levels as levels
 from thunder.nested.effects import has_effects
 from thunder.nested.errors import ResultError, UntraceableCallableError, name_of
-from thunder.nested.prologue import finish, unpack_enclosing_values
+from thunder.nested.results import finish, unpack_enclosing_values
 
 _installed = {
     name: globals()[name]
@@ -85,8 +86,7 @@ def general_jit_lookaside(fn, *args, **kwargs):
     if level.enclosing is not None:
         if level.interprets(fn):
             return None
-        if thunder.core.utils.is_hashable(fn):
-            level.writes.before_call(level, fn, args)
+        level.before_call(fn, args)
     return _installed["general_jit_lookaside"](fn, *args, **kwargs)
 
 
@@ -106,7 +106,7 @@ def build_value_from_wrapped(wrapped_v):
         return _installed["build_value_from_wrapped"](wrapped_v)
     try:
         return _installed["build_value_from_wrapped"](wrapped_v)
-    except NotImplementedError as error:
+    except (NotImplementedError, TypeError) as error:  # TypeError: named tuples, and other types with arguments
         if not level.lenient:
             raise ResultError(
                 f"{name_of(level.fn)} returns what a trace cannot represent ({error}). Return tensors, numbers, "
@@ -152,7 +152,7 @@ def trace_level(fn, args, kwargs, *, sharp_edges, ad_hoc_executor=None, lenient=
     old_form = ad_hoc_executor is None
     if old_form:
         ad_hoc_executor = thunder.extend.TemporaryExecutor() if enclosing is None else enclosing.ctx.ad_hoc_executor
-    with levels.enter_level(fn, lenient=lenient) as level:
+    with levels.enter_level(fn, (args, kwargs), lenient=lenient) as level:
         results = _installed["thunder_general_jit"](
             fn, args, kwargs, sharp_edges=sharp_edges, ad_hoc_executor=ad_hoc_executor
         )

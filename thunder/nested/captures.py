@@ -13,6 +13,7 @@ import dis
 from types import GetSetDescriptorType
 from typing import Any
 
+import torch
 from thunder.core.interpreter import (
     INTERPRETER_SIGNALS,
     ProvenanceRecord,
@@ -21,10 +22,13 @@ from thunder.core.interpreter import (
     _interpret_call,
     get_interpreterruntimectx,
     unwrap,
+    wrap,
     wrap_args,
     wrap_const,
     wrap_kwargs,
 )
+from thunder.core.proxies import Proxy
+
 from thunder.nested.errors import CaptureError, name_of
 
 _ROOTS = {PseudoInst.INPUT_FN: "fn", PseudoInst.INPUT_ARGS: "args", PseudoInst.INPUT_KWARGS: "kwargs"}
@@ -131,6 +135,12 @@ class Lift:
         found = self._found.get(path)
         if found is None:
             found = self._found[path] = self._find(path)
+            if isinstance(found.original_value, torch.Tensor) and path_of(found.provenance) is None:
+                raise CaptureError(
+                    f"{name_of(unwrap(self.fn))} reads the tensor `{path}`, but the function itself comes from the "
+                    f"lookaside and not from the traced program, so the tensor can be neither unpacked nor guarded. "
+                    f"Pass the tensor as an argument."
+                )
         return found
 
     def _find(self, path: Path) -> WrappedValue:
@@ -157,6 +167,23 @@ class Lift:
             ) from error
         return value
 
+    def value_of(self, foreign: Proxy, path: Path | None) -> Any:
+        """The enclosing level's value for a foreign proxy: itself, unless it belongs to a level further out."""
+        if path is not None:
+            return self(path).value
+        return wrap(foreign, provenance=ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[])).value
+
     def forget(self) -> None:
         """Makes the next look-up read anew, after a change that a replay has made."""
         self._found.clear()
+
+
+def wrap_call(fn: Any, args: tuple, kwargs: dict) -> tuple[WrappedValue, tuple, dict]:
+    """Function and arguments as wrapped values of the current level. What it has wrapped before keeps its wrapper."""
+
+    def wrapped(value: Any) -> WrappedValue:
+        if isinstance(value, (Proxy, list, tuple, dict)):
+            return wrap(value, provenance=ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[]))
+        return wrap_const(value)
+
+    return wrapped(fn), tuple(wrapped(a) for a in args), {k: wrapped(v) for k, v in kwargs.items()}

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-import thunder
 import thunder.clang as clang
 from thunder.core.compile_data import get_cache_option, get_compile_data
 from thunder.core.interpreter import (
@@ -29,13 +28,19 @@ from thunder.core.interpreter import (
 )
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
-from thunder.nested.errors import EscapedProxyError, name_of
+from thunder.core.utils import is_hashable
+
+import thunder
+from thunder.nested.captures import Lift, Path, path_of
 from thunder.nested.effects import Writes
+from thunder.nested.errors import EscapedProxyError, name_of
 
 if TYPE_CHECKING:
     from thunder.common import CompileData
+
     from thunder.core.jit_ext import JitCtx
 
+_READS_REQUIRES_GRAD = TensorProxy.requires_grad.fget
 _level: ContextVar[Level | None] = ContextVar("thunder_nested_level", default=None)
 
 
@@ -49,16 +54,21 @@ class Level:
 
     Attributes:
         fn: the function that the level traces.
+        arguments: its positional and keyword arguments.
         enclosing: the level in whose run this one began, or None for level 0.
         ctx: the level's ``JitCtx``, once ``thunder_general_jit`` has made it.
         lenient: whether a result or an effect that the level's own epilogue cannot hold is left to the caller.
         result: the wrapped result of the function, in an inner level.
         stand_ins: own name to the foreign proxy that the proxy of that name stands for.
+        reads_requires_grad: whether the function asked a tensor for ``requires_grad``, which no check records.
+        unrepresentable: why the level's own epilogue lacks a result or an effect, if it is lenient.
+        final_state: grad mode and autocast at the end of the function.
         writes: what the function changed in containers and cells that came from outside.
     """
 
-    def __init__(self, fn: Callable, enclosing: Level | None, *, lenient: bool = False):
+    def __init__(self, fn: Callable, arguments: tuple[tuple, dict], enclosing: Level | None, *, lenient: bool = False):
         self.fn = fn
+        self.arguments = arguments
         self.enclosing = enclosing
         self.lenient = lenient
         self.ctx: JitCtx | None = None
@@ -66,6 +76,7 @@ class Level:
         self.stand_ins: dict[str, Proxy] = {}
         self.writes = Writes()
         self.python_types: dict[str, type] = {}
+        self.reads_requires_grad = False
         self.unrepresentable: Exception | None = None
         self.final_state: tuple[bool, tuple] | None = None
         self._reserved: set[str] = set()
@@ -103,6 +114,10 @@ class Level:
                 free = f"{postfix}_{n}"
             self._postfixes[postfix] = free
         return self._postfixes[postfix]
+
+    def path_to(self, own_input: Proxy) -> Path | None:
+        """How an input of this level was reached, or None where no path leads to it (a default argument, say)."""
+        return None if self.is_foreign(own_input) else path_of(own_input.history)
 
     def final_name(self, proxy: Proxy) -> str:
         """The name in the finished traces: proxies are renamed after the user's variables at the end."""
@@ -213,6 +228,13 @@ class Level:
             return True
         return False
 
+    def before_call(self, fn: Callable, args: tuple) -> None:
+        """Before anything is called: notes what the call reads or changes outside the function, in ways of its own."""
+        if fn is _READS_REQUIRES_GRAD:
+            self.reads_requires_grad = True
+        elif is_hashable(fn):
+            self.writes.before_call(self, fn, args)
+
     def observe(self, run: Callable) -> Callable:
         """Lets the level see the result and the errors of the interpreted function."""
 
@@ -231,6 +253,15 @@ class Level:
 
         return observed
 
+    def guard(self, lift: Lift) -> None:
+        """Reads in the enclosing level all that this level read by a path, so that it is guarded there, too."""
+        for _, *values in self.ctx._constraints:
+            for value in values:
+                if isinstance(value, Proxy) and value.name not in self.stand_ins:
+                    path = self.path_to(value)
+                    if path is not None:
+                        lift(path)
+
     def retire(self) -> None:
         """Remembers the level's proxies as those of a level that has ended."""
         if self.enclosing is None or self.ctx is None:
@@ -238,6 +269,8 @@ class Level:
         maker = name_of(self.fn)
         own = [p for bsym in self.ctx.computation_trace.bound_symbols for p in bsym.flat_proxy_outs]
         for proxy in (*own, *self._own.values()):
+            if self.is_foreign(proxy):
+                continue
             self._ended[id(proxy)] = (weakref.ref(proxy), maker)
 
 
@@ -256,10 +289,10 @@ def like(proxy: Proxy, name: str) -> Proxy:
 
 
 @contextlib.contextmanager
-def enter_level(fn: Callable, *, lenient: bool = False) -> Iterator[Level]:
+def enter_level(fn: Callable, arguments: tuple[tuple, dict], *, lenient: bool = False) -> Iterator[Level]:
     """Runs the body as a level that traces ``fn``; leaves everything as it was, on return and on every exception."""
     enclosing = current_level()
-    level = Level(fn, enclosing, lenient=lenient)
+    level = Level(fn, arguments, enclosing, lenient=lenient)
     token = _level.set(level)
     try:
         if enclosing is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from thunder.core.interpreter import _interpreterruntimectx
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import CollectionProxy, NumberProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten_with_dataclass, tree_unflatten
@@ -24,6 +25,9 @@ class Substitution(dict):
     def __init__(self, values: Iterable[tuple[str, Any]], trace: TraceCtx):
         super().__init__(values)
         self._trace = trace
+        # where the enclosing level is: an inner level whose function is an operator itself has no frame of the user's
+        runtime = _interpreterruntimectx.get(None)
+        self._location = (None, None) if runtime is None else runtime.get_current_user_source_location()
 
     def value(self, x: Any) -> Any:
         """``x`` with the proxies in it exchanged."""
@@ -71,6 +75,8 @@ class Substitution(dict):
             args=self.value(bsym.args),
             kwargs=self.value(bsym.kwargs),
             output=self.value(bsym.output),
+            source_filename=bsym.source_filename or self._location[0],
+            source_positions=bsym.source_positions or self._location[1],
             subsymbols=[self.bound_symbol(sub) for sub in bsym.subsymbols],
             _object_ctx={},
             _import_ctx={},

@@ -20,6 +20,7 @@ from thunder.core.interpreter import (
     wrapped_build_tuple,
 )
 from thunder.core.proxies import Proxy
+
 from thunder.nested.captures import Lift, path_of
 from thunder.nested.errors import ResultError, name_of
 from thunder.nested.levels import Level
@@ -76,7 +77,7 @@ class Rewrap:
         return self._wrap(self._plain(uvalue), w.provenance)
 
     def _proxy(self, proxy: Proxy, provenance: ProvenanceRecord) -> WrappedValue:
-        path = path_of(proxy.history)
+        path = self.level.path_to(proxy)
         if path is not None:
             return self.lift(path)
         return self._wrap(self._plain(proxy), provenance)
@@ -106,9 +107,8 @@ class Rewrap:
     def _plain(self, value: Any) -> Any:
         if isinstance(value, Proxy):
             if value.name in self.level.stand_ins:
-                path = path_of(value.history)
-                return self.lift(path).value if path is not None else self.level.stand_ins[value.name]
-            return self.replayed.get(self.level.final_name(value), value)
+                return self.lift.value_of(self.level.stand_ins[value.name], self.level.path_to(value))
+            return self._replayed(value)
         if isinstance(value, _ATOMS):
             return value
         if isinstance(value, _RUNNING):
@@ -117,6 +117,15 @@ class Rewrap:
                 f"the function. Return the values that it would yield, for instance as a list."
             )
         return self._memo(value, self._plain_object)
+
+    def _replayed(self, proxy: Proxy) -> Any:
+        name = self.level.final_name(proxy)
+        if name in self.replayed or self.level.is_foreign(proxy):
+            return self.replayed.get(name, proxy)
+        raise ResultError(
+            f"{name_of(self.level.fn)} returns an object that holds the tensor {name}, which is not among the outputs "
+            f"of the operator. Return it in a tuple, list, dict or dataclass, or replay the trace with `inline()`."
+        )
 
     def _plain_object(self, value: Any) -> Any:
         if isinstance(value, tuple):

@@ -19,20 +19,20 @@ from thunder.core.interpreter import (
 from thunder.core.proxies import Proxy, is_proxy_name_available, variableify
 from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, TraceResults, get_tracectx
-from thunder.nested.captures import Lift, Path, path_of
+
+from thunder.nested.captures import Lift, Path, wrap_call
 from thunder.nested.effects import has_effects, replay_effects
 from thunder.nested.errors import (
     ArgumentError,
     LevelError,
     OutsideTraceError,
     ReplayError,
-    ResultError,
     UntraceableCallableError,
     name_of,
 )
 from thunder.nested.levels import Level, current_level, set_ambient_state
-from thunder.nested.prologue import own_inputs, wrap_call
 from thunder.nested.replay import Substitution, replay
+from thunder.nested.results import own_inputs
 from thunder.nested.rewrap import Rewrap
 
 
@@ -128,7 +128,7 @@ class NestedTrace:
         self.results = results
         self._level, self._lift = level, lift
         self._replayed = False
-        self._guard()
+        level.guard(lift)
         self.inputs = self._inputs()
         self._rename()
 
@@ -182,11 +182,6 @@ class NestedTrace:
         self._check_replayable("as_operator")
         if not name.isidentifier():
             raise ArgumentError(f"The operator's name must be a Python identifier, but it is {name!r}.")
-        if self._level.unrepresentable is not None:
-            raise ResultError(
-                f"{name_of(self.fn)} cannot be an operator, because {self._level.unrepresentable}. "
-                f"Return tensors in tuples, lists or dicts, or use `inline()`."
-            )
         made = [p for p in self.computation_trace.bound_symbols[-1].flat_proxy_args if p.name not in self._input_names]
         made = list({p.name: p for p in made}.values())
         operator = Operator(name=name, id=name, meta=self._operator_meta(made), _bind_postprocess=self._bind_operator)
@@ -222,22 +217,14 @@ class NestedTrace:
     # Into the enclosing level
     #
 
-    def _guard(self) -> None:
-        """Reads in the enclosing level all that the inner level read by a path, so that it is guarded there, too."""
-        for _, *values in self._level.ctx._constraints:
-            for value in values:
-                path = path_of(value.history) if isinstance(value, Proxy) else None
-                if path is not None and value.name not in self._level.stand_ins:
-                    self._lift(path)
-
     def _inputs(self) -> tuple[Input, ...]:
         level = self._level
         own = {level.final_name(p): p for p in own_inputs(level)}
         found = []
         for proxy in self.computation_trace.args:
-            path = path_of(own[proxy.name].history)
+            path = level.path_to(own[proxy.name])
             foreign = level.stand_ins.get(own[proxy.name].name)
-            found.append(Input(proxy, path, foreign if foreign is not None else self._lift(path).value))
+            found.append(Input(proxy, path, self._lift.value_of(foreign, path)))
         return tuple(found)
 
     @property
@@ -303,15 +290,24 @@ class NestedTrace:
                 f"{sorted(expected[1])}, and is called with {len(args)} and {sorted(kwargs)}. Trace it with both forms."
             )
         for _, *values in self._level.ctx._constraints:
-            path = path_of(values[0].history) if isinstance(values[0], Proxy) else None
+            path = self._level.path_to(values[0]) if isinstance(values[0], Proxy) else None
             if path is None or path.is_capture:
                 continue
-            was, now = _description(values[0] if len(values) == 1 else values[1]), _description(lift(path).value)
+            was = self._description(values[0] if len(values) == 1 else values[1])
+            now = self._description(lift(path).value)
             if was != now:
                 raise ArgumentError(
                     f"{name_of(self.fn)} was traced with {was} for `{path}`, and is called with {now}. Trace it once "
                     f"for each kind of argument."
                 )
+
+    def _description(self, value: Any) -> str:
+        shape = getattr(value, "_shape", None)
+        if shape is None:
+            return repr(value)
+        # intermediate values never say that they require a gradient, so it counts only where the function asked
+        grad = f", requires_grad={value.requires_grad}" if self._level.reads_requires_grad else ""
+        return f"a tensor of shape {tuple(shape)}, {value.dtype}, on {value.device}{grad}"
 
 
 class Operator(Symbol):
@@ -348,10 +344,3 @@ def _check_callable(fn: Any) -> None:
             f"{name_of(fn)} cannot be hashed ({error}), so it cannot be told from other callables. Define `__hash__` "
             f"on {type(fn).__qualname__}, or pass its bound `__call__` method."
         ) from None
-
-
-def _description(value: Any) -> str:
-    shape = getattr(value, "_shape", None)
-    if shape is None:
-        return repr(value)
-    return f"a tensor of shape {tuple(shape)}, {value.dtype}, on {value.device}, requires_grad={value.requires_grad}"

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+import thunder.core.devices as devices
 import thunder.core.dtypes as dtypes
 import thunder.core.prims as prims
-from thunder.core.interpreter import INTERPRETER_SIGNALS, ProvenanceRecord, PseudoInst, unwrap, wrap, wrap_const
-from thunder.core.proxies import Proxy, TensorProxy, variableify
+import torch
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, TraceResults, from_trace, tracectx
-from thunder.nested.captures import Lift, path_of
-from thunder.nested.levels import Level
+
+from thunder.nested.captures import Lift, wrap_call
+from thunder.nested.levels import Level, current_level
 
 
 def _print_enclosing(bsym: Any, out: Any, args: Any, kwargs: Any) -> str:
@@ -24,7 +24,11 @@ def _print_enclosing(bsym: Any, out: Any, args: Any, kwargs: Any) -> str:
 
 # Takes a value of the enclosing level that no path leads to (a default argument, say) from the prologue's own context.
 unpack_enclosing = Symbol(
-    name="unpack_enclosing", meta=lambda p: p, id="nested.unpack_enclosing", is_prim=True, python_printer=_print_enclosing
+    name="unpack_enclosing",
+    meta=lambda p: p,
+    id="nested.unpack_enclosing",
+    is_prim=True,
+    python_printer=_print_enclosing,
 )
 
 
@@ -38,7 +42,11 @@ def unpack_enclosing_values(
     kwargs: dict,
 ) -> tuple[tuple[Proxy, ...], tuple[Proxy, ...]]:
     """The installed ``unpack_inputs`` for what paths lead to, and :data:`unpack_enclosing` for what none leads to."""
-    pathless = [v for v in to_computation if v.proxy.name in ctx.level.stand_ins and v.proxy.history is None]
+    level = ctx.level
+    for v in to_computation:
+        if level.is_foreign(v.proxy):  # an opaque function has worked on a container of the enclosing level's values
+            level.stand_ins[v.proxy.name] = v.proxy
+    pathless = [v for v in to_computation if v.proxy.name in level.stand_ins and level.path_to(v.proxy) is None]
     if not pathless:
         return unpack_inputs(ctx, prologue, to_computation, to_epilogue, args, kwargs)
     rest = tuple(v for v in to_computation if v not in pathless)
@@ -48,7 +56,7 @@ def unpack_enclosing_values(
     for variable in pathless:
         own = variable.proxy
         prologue.add_name(own.name)
-        bsym = unpack_enclosing.bind(own, output=own, _call_ctx={f"enclosing_{own.name}": ctx.level.stand_ins[own.name]})
+        bsym = unpack_enclosing.bind(own, output=own, _call_ctx={f"enclosing_{own.name}": level.stand_ins[own.name]})
         prologue.bound_symbols.append(bsym)
     computation = (*computation, *(v.proxy for v in pathless))
     prologue.scopes = [prologue.bound_symbols]
@@ -68,9 +76,10 @@ def finish(level: Level, results: TraceResults, *, unpacked: bool) -> TraceResul
     order = _input_order(level, results.computation_trace)
     _reorder_computation(results.computation_trace, order)
     prologue = _reorder_prologue(results.prologue_trace, order)
-    results.prologue_trace = InnerPrologue.of(prologue, level)
     if unpacked and _only_repackages(results.epilogue_trace, results.computation_trace):
         _return_result_itself(results)
+    results.prologue_trace = InnerPrologue.of(prologue, level)
+    results.computation_trace = InnerTrace.of(results.computation_trace, level)
     return results
 
 
@@ -81,7 +90,7 @@ def own_inputs(level: Level) -> tuple[Proxy, ...]:
 
 def _input_order(level: Level, computation: TraceCtx) -> list[int]:
     """Arguments first, in their order, then captures in the order of their first use."""
-    paths = [path_of(p.history) for p in own_inputs(level)]
+    paths = [level.path_to(p) for p in own_inputs(level)]
     arguments = [i for i, path in enumerate(paths) if path is not None and not path.is_capture]
     first_use: dict[str, int] = {}
     for bsym in computation.bound_symbols[len(paths) :]:
@@ -124,18 +133,39 @@ def _return_result_itself(results: TraceResults) -> None:
     results.epilogue_trace = None
 
 
-class InnerPrologue(TraceCtx):
-    """The prologue of an inner level: its callable takes and returns the enclosing level's values."""
+class InnerTrace(TraceCtx):
+    """A trace of an inner level. Its callable takes the enclosing level's values, and guards there what was read."""
 
-    @staticmethod
-    def of(prologue: TraceCtx, level: Level) -> InnerPrologue:
-        """``prologue`` as the prologue of ``level``."""
-        new = from_trace(prologue)
-        new.__class__ = InnerPrologue
-        new.bound_symbols = prologue.bound_symbols
-        new.inputs = [(path_of(p.history), level.final_name(p)) for p in own_inputs(level)]
-        new.enclosing = level.enclosing
+    @classmethod
+    def of(cls, trace: TraceCtx, level: Level) -> InnerTrace:
+        """``trace`` as a trace of ``level``."""
+        new = from_trace(trace)
+        new.__class__ = cls
+        new.bound_symbols = trace.bound_symbols
+        new.level = level
         return new
+
+    def python_callable(self, **kwargs: Any) -> Callable:
+        """A callable that executes the trace or, while the enclosing level is traced, records it there."""
+        run = super().python_callable(**kwargs)
+
+        def computation(*args: Any) -> Any:
+            self._lift()
+            return run(*args)
+
+        return computation
+
+    def _lift(self) -> Lift | None:
+        """Guards, in the enclosing level, what the inner function read, if that level goes on just now."""
+        if current_level() is not self.level.enclosing:
+            return None
+        lift = Lift(*wrap_call(self.level.fn, *self.level.arguments))
+        self.level.guard(lift)
+        return lift
+
+
+class InnerPrologue(InnerTrace):
+    """The prologue of an inner level."""
 
     def python_callable(self, **kwargs: Any) -> Callable:
         """A callable that unpacks and checks the inner function's inputs, and records nothing in any trace.
@@ -148,36 +178,23 @@ class InnerPrologue(TraceCtx):
 
         executable = transform_for_execution(_plain_copy(self), executors_list=(pythonex,), use_del_last_used=False)
         run = executable[-1].python_callable(include_decorators=False)
-        for name, value in run.__globals__.items():
-            if name == "check_tensor_metadata":
-                run.__globals__[name] = _checks_proxies(value)
-        names = [p.name for p in self.bound_symbols[-1].args[0][0]]
-        paths = {name: path for path, name in self.inputs}
+        check = run.__globals__.get("check_tensor_metadata")
+        if check is not None:
+            run.__globals__["check_tensor_metadata"] = _checks_proxies(check)
+        paths = {self.level.final_name(p): self.level.path_to(p) for p in own_inputs(self.level)}
+        outputs = [paths[p.name] for p in self.bound_symbols[-1].args[0][0]]
 
         def prologue(*args: Any, **kwargs: Any) -> tuple[tuple, tuple]:
             inputs, to_epilogue = run(*args, **kwargs)
-            lifted = [self._lift(paths[name], value, args, kwargs) for name, value in zip(names, inputs)]
-            return tuple(lifted), to_epilogue
+            lift = self._lift()
+            if lift is not None:
+                inputs = tuple(
+                    lift(path).value if isinstance(value, torch.Tensor) and path is not None else value
+                    for path, value in zip(outputs, inputs)
+                )
+            return inputs, to_epilogue
 
         return prologue
-
-    def _lift(self, path: Any, value: Any, args: tuple, kwargs: dict) -> Any:
-        from thunder.nested.levels import current_level
-
-        if not isinstance(value, torch.Tensor) or path is None or current_level() is not self.enclosing:
-            return value
-        return Lift(*wrap_call(self.fn, args, kwargs))(path).value
-
-
-def wrap_call(fn: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
-    """Function and arguments as wrapped values of the current level. What it has wrapped before keeps its wrapper."""
-
-    def wrapped(value: Any) -> Any:
-        if isinstance(value, Proxy) or not callable(value) and isinstance(value, (list, tuple, dict)):
-            return wrap(value, provenance=ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[]))
-        return wrap_const(value)
-
-    return wrapped(fn), tuple(wrapped(a) for a in args), {k: wrapped(v) for k, v in kwargs.items()}
 
 
 def _plain_copy(trace: TraceCtx) -> TraceCtx:
@@ -192,12 +209,14 @@ def _checks_proxies(check: Callable) -> Callable:
     def check_tensor_metadata(t: Any, shape: tuple, device: str, dtype: torch.dtype, requires_grad: bool) -> None:
         if not isinstance(t, TensorProxy):
             return check(t, shape, device, dtype, requires_grad)
-        found = (tuple(t._shape), str(t.device), dtypes.to_torch_dtype(t.dtype), t.requires_grad)
+        found = (
+            tuple(t._shape),
+            str(devices.to_torch_device(t.device)),
+            dtypes.to_torch_dtype(t.dtype),
+            t.requires_grad,
+        )
         expected = (tuple(shape), str(device), dtype, requires_grad)
         if found != expected:
             raise AssertionError(f"expected tensor with {expected}, got the proxy {t.name} with {found}")
 
     return check_tensor_metadata
-
-
-__all__ = ["InnerPrologue", "INTERPRETER_SIGNALS", "finish", "own_inputs", "unpack_enclosing_values", "unwrap", "variableify"]
