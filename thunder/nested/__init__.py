@@ -12,6 +12,7 @@ See ``docs/higher_order_lookasides.md`` for worked examples.
 from thunder.nested.errors import ArgumentError as ArgumentError
 from thunder.nested.errors import CaptureError as CaptureError
 from thunder.nested.errors import EscapedProxyError as EscapedProxyError
+from thunder.nested.errors import InPlaceError as InPlaceError
 from thunder.nested.errors import LevelError as LevelError
 from thunder.nested.errors import NestedTracingError as NestedTracingError
 from thunder.nested.errors import OutsideTraceError as OutsideTraceError

@@ -114,6 +114,16 @@ def _contents(cell: CellType) -> Any:
         return _EMPTY
 
 
+def written_values(level: Level) -> list[Any]:
+    """The values that the changes put into what is outside."""
+    members = [m[3] for modifications in level.ctx._additional_outputs.values() for m in modifications]
+    written = [
+        w.wrapper.attribute_wrappers["cell_contents"] if isinstance(w.wrapper.value, CellType) else w.wrapper
+        for w in level.writes
+    ]
+    return [unwrap(v) for v in (*members, *written)]
+
+
 def has_effects(level: Level) -> bool:
     """Whether the function changed anything outside itself that is not a tensor's data."""
     return bool(level.ctx._additional_outputs) or len(level.writes) > 0
@@ -156,13 +166,17 @@ def _set_member(level: Level, lift: Lift, owner: WrappedValue, key: WrappedValue
             f"{name_of(level.fn)} sets `{unwrap(key)}` on an object that was reached in a way that cannot be "
             f"recorded. Pass the object as an argument or close over it."
         )
-    key = wrap_const(unwrap(key))
+    key, obj = wrap_const(unwrap(key)), lift(path.parent)
     if path.steps[-1] == Attr("__dict__"):
-        _call(object.__setattr__, lift(path.parent), key, value)
+        _call(object.__setattr__, obj, key, value)
+        if "__dict__" in obj.attribute_wrappers:
+            members = obj.attribute_wrappers["__dict__"]
+            members.item_wrappers[key.value], members.key_wrappers[key.value] = value, key
     else:
         members = lift(path)
         members.provenance.ext_flag |= EXT_FLAG_IS_MODULE_MEMBER_DICT
         _call(dict.__setitem__, members, key, value)
+    obj.attribute_wrappers[key.value] = value  # where the interpreter looks first
 
 
 def _made_inside(owner: WrappedValue) -> bool:

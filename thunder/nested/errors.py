@@ -43,6 +43,10 @@ class ReplayError(NestedTracingError):
     """A trace with side effects was asked to be replayed more than once."""
 
 
+class InPlaceError(NestedTracingError):
+    """A function that changes a tensor in place was asked to become one operator."""
+
+
 def name_of(fn: Callable) -> str:
     """``fn`` as messages name it: its qualified name, file and first line, as far as it has them."""
     inner = fn

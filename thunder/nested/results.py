@@ -46,6 +46,8 @@ def unpack_enclosing_values(
     for v in to_computation:
         if level.is_foreign(v.proxy):  # an opaque function has worked on a container of the enclosing level's values
             level.stand_ins[v.proxy.name] = v.proxy
+    if level.enclosing is not None:
+        _forget_owners(ctx)
     pathless = [v for v in to_computation if v.proxy.name in level.stand_ins and level.path_to(v.proxy) is None]
     if not pathless:
         return unpack_inputs(ctx, prologue, to_computation, to_epilogue, args, kwargs)
@@ -63,6 +65,16 @@ def unpack_enclosing_values(
     with tracectx(prologue):
         prims.python_return((computation, epilogue))
     return computation, epilogue
+
+
+def _forget_owners(ctx: Any) -> None:
+    """Objects whose attributes are set have a proxy noted on their provenance, which no unpacking has made yet.
+
+    What is unpacked from such an object, a buffer of a module say, must unpack the object first.
+    """
+    for owner in ctx._additional_outputs:
+        for provenance in owner.provenance.inputs:
+            provenance.proxy = None
 
 
 def finish(level: Level, results: TraceResults, *, unpacked: bool) -> TraceResults:

@@ -8,7 +8,7 @@ computed (then its replayed proxy), or a structure that it built, which is built
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from thunder.core.interpreter import (
@@ -108,7 +108,7 @@ class Rewrap:
         if isinstance(value, Proxy):
             if value.name in self.level.stand_ins:
                 return self.lift.value_of(self.level.stand_ins[value.name], self.level.path_to(value))
-            return self._replayed(value)
+            return self.replayed.get(self.level.final_name(value), value)
         if isinstance(value, _ATOMS):
             return value
         if isinstance(value, _RUNNING):
@@ -118,15 +118,6 @@ class Rewrap:
             )
         return self._memo(value, self._plain_object)
 
-    def _replayed(self, proxy: Proxy) -> Any:
-        name = self.level.final_name(proxy)
-        if name in self.replayed or self.level.is_foreign(proxy):
-            return self.replayed.get(name, proxy)
-        raise ResultError(
-            f"{name_of(self.level.fn)} returns an object that holds the tensor {name}, which is not among the outputs "
-            f"of the operator. Return it in a tuple, list, dict or dataclass, or replay the trace with `inline()`."
-        )
-
     def _plain_object(self, value: Any) -> Any:
         if isinstance(value, tuple):
             items = [self._plain(v) for v in value]
@@ -135,31 +126,59 @@ class Rewrap:
             return type(value)([self._plain(v) for v in value])
         if isinstance(value, dict):
             return type(value)((k, self._plain(v)) for k, v in value.items())
-        if isinstance(value, types.FunctionType) and self._mentions_inner(value.__closure__):
+        if isinstance(value, types.FunctionType) and self._mentions_inner(value):
             return self._function(value)
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, self._plain(value.__self__))
-        if not callable(value) and self._mentions_inner(getattr(value, "__dict__", {}).values()):
+        if not callable(value) and hasattr(value, "__dict__") and self._mentions_inner(value):
             new = object.__new__(type(value))
             for k, v in value.__dict__.items():
                 object.__setattr__(new, k, self._plain(v))
             return new
         return value
 
-    def _mentions_inner(self, values: Any) -> bool:
-        for value in values or ():
-            if isinstance(value, types.CellType):
-                try:
-                    value = value.cell_contents
-                except ValueError:
-                    continue
-            if self._plain(value) is not value:
-                return True
-        return False
+    def _mentions_inner(self, value: Any) -> bool:
+        return bool(reachable_proxies(self.level, [value]))
 
     def _function(self, fn: types.FunctionType) -> types.FunctionType:
-        cells = tuple(types.CellType(self._plain(c.cell_contents)) for c in fn.__closure__)
+        cells = tuple(types.CellType(*map(self._plain, _parts(c))) for c in fn.__closure__)
         new = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
         new.__kwdefaults__ = fn.__kwdefaults__
         new.__dict__.update(fn.__dict__)
         return new
+
+
+def reachable_proxies(level: Level, values: Iterable[Any]) -> list[Proxy]:
+    """The proxies of an inner level that can be reached from plain values: items, attributes, closure cells."""
+    found: dict[str, Proxy] = {}
+    seen: dict[int, Any] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Proxy):
+            if not level.is_foreign(value):
+                found.setdefault(value.name, value)
+        elif not isinstance(value, _ATOMS) and id(value) not in seen:
+            seen[id(value)] = value
+            for part in _parts(value):
+                visit(part)
+
+    for value in values:
+        visit(value)
+    return list(found.values())
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, types.CellType):
+        try:
+            return (value.cell_contents,)
+        except ValueError:  # Python's sign for an empty cell
+            return ()
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ or ()
+    if isinstance(value, types.MethodType):
+        return (value.__self__,)
+    return () if callable(value) else getattr(value, "__dict__", {}).values()

@@ -16,14 +16,16 @@ from thunder.core.interpreter import (
     unwrap,
     wrap,
 )
+from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import Proxy, is_proxy_name_available, variableify
-from thunder.core.symbol import Symbol
+from thunder.core.symbol import Symbol, has_tags
 from thunder.core.trace import TraceCtx, TraceResults, get_tracectx
 
 from thunder.nested.captures import Lift, Path, wrap_call
-from thunder.nested.effects import has_effects, replay_effects
+from thunder.nested.effects import has_effects, replay_effects, written_values
 from thunder.nested.errors import (
     ArgumentError,
+    InPlaceError,
     LevelError,
     OutsideTraceError,
     ReplayError,
@@ -33,7 +35,7 @@ from thunder.nested.errors import (
 from thunder.nested.levels import Level, current_level, set_ambient_state
 from thunder.nested.replay import Substitution, replay
 from thunder.nested.results import own_inputs
-from thunder.nested.rewrap import Rewrap
+from thunder.nested.rewrap import Rewrap, reachable_proxies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,24 +171,29 @@ class NestedTrace:
         """Like :meth:`inline`, but as one bound symbol whose subsymbols are the inner computation.
 
         An executor that registers an implementation for the id ``name`` may claim the whole; where none does, the
-        subsymbols are executed. The operator's arguments are the values of :attr:`inputs`, its outputs the proxies
-        that the computation returns, in that order.
+        subsymbols are executed. The operator's arguments are the values of :attr:`inputs`; its outputs are the tensors
+        that the function made and returned, or put into what is outside of it, each once.
 
         Args:
             name: the operator's name and id, a Python identifier.
 
         Raises:
             ArgumentError: ``name`` is no identifier.
+            InPlaceError: the function changes a tensor in place, which thunder's aliasing rules do not see in there.
             LevelError, ReplayError, ResultError: as for :meth:`inline`.
         """
         self._check_replayable("as_operator")
         if not name.isidentifier():
             raise ArgumentError(f"The operator's name must be a Python identifier, but it is {name!r}.")
-        made = [p for p in self.computation_trace.bound_symbols[-1].flat_proxy_args if p.name not in self._input_names]
-        made = list({p.name: p for p in made}.values())
+        self._check_no_in_place()
+        values = [self.result, *written_values(self._level)]
+        names = [self._level.final_name(p) for p in reachable_proxies(self._level, values)]
+        produced = {p.name for bsym in self.computation_trace.bound_symbols for p in bsym.flat_proxy_outs}
+        produced -= {i.proxy.name for i in self.inputs}
+        made = [name for name in names if name in produced]
         operator = Operator(name=name, id=name, meta=self._operator_meta(made), _bind_postprocess=self._bind_operator)
         outputs = operator(*(i.value for i in self.inputs))
-        replayed = Substitution(zip((p.name for p in made), outputs), get_tracectx())
+        replayed = Substitution(zip(made, outputs), get_tracectx())
         return self._finish_replay(replayed)
 
     def thunder_callable(self) -> Callable:
@@ -227,10 +234,6 @@ class NestedTrace:
             found.append(Input(proxy, path, self._lift.value_of(foreign, path)))
         return tuple(found)
 
-    @property
-    def _input_names(self) -> set[str]:
-        return {i.proxy.name for i in self.inputs}
-
     def _rename(self) -> None:
         """The enclosing level names its values after the inner function's variables, as it would inline."""
         swapmap = self._level.enclosing.ctx._proxy_swapmap
@@ -249,10 +252,10 @@ class NestedTrace:
         set_ambient_state(get_compile_data(), self._level.final_state)
         return rewrap(self._level.result)
 
-    def _operator_meta(self, made: list[Proxy]) -> Callable:
+    def _operator_meta(self, made: list[str]) -> Callable:
         def meta(*inputs: Any) -> tuple[Any, ...]:
             replayed = replay(self.computation_trace, inputs, get_tracectx())
-            return tuple(replayed[p.name] for p in made)
+            return tuple(replayed[name] for name in made)
 
         return meta
 
@@ -280,6 +283,15 @@ class NestedTrace:
                 f"{name_of(self.fn)} changes objects outside of it, and was traced as they were before its first "
                 f"replay. Trace it anew, with `thunder.nested.trace`, to call it once more."
             )
+
+    def _check_no_in_place(self) -> None:
+        for bsym in self.computation_trace.bound_symbols:
+            if has_tags(bsym, {OpTags.IN_PLACE}) or bsym.sym.id is PrimIDs.COPY_:
+                where = f" at {bsym.source_filename}:{bsym.source_positions.lineno}" if bsym.source_positions else ""
+                raise InPlaceError(
+                    f"{name_of(self.fn)} changes a tensor in place (`{bsym.sym.name}`{where}), which one operator "
+                    f"cannot hold. Use the function's out-of-place form, or replay the trace with `inline()`."
+                )
 
     def _check_arguments(self, args: tuple, kwargs: dict, lift: Lift) -> None:
         """Each check that the inner prologue makes of an argument, made of the arguments of this call."""
