@@ -25,17 +25,23 @@ TESTED_VERSIONS = ("0.2.6",)
 TESTED_DEFINITIONS = {
     "__init__.py": ("jit", "CacheEntry"),
     "core/interpreter.py": (
+        "InterpreterFrame",
         "InterpreterRuntimeCtx",
         "ProvenanceRecord",
         "WrappedValue",
+        "_interpret_call",
+        "_interpreterruntimectx",
         "interpret",
         "interpreter_needs_wrap",
+        "populate_attribute_wrapper",
         "wrap",
     ),
     "core/jit_ext.py": (
         "JitCtx",
         "_apply_trace_proxy_rename",
+        "_general_jit_lookaside_map",
         "_general_jit_object_setattr_lookaside",
+        "_general_jit_store_deref_callback",
         "_general_jit_wrap_callback",
         "_infer_name_postfix_from_provenance",
         "_maybe_update_proxy_name",
@@ -49,7 +55,7 @@ TESTED_DEFINITIONS = {
         "unpack_inputs",
     ),
 }
-TESTED_HASH = "294c43d8bc6d5d47"
+TESTED_HASH = "fa5b3109325bf171"
 
 
 def tree() -> str:
@@ -65,11 +71,18 @@ def definitions_hash(package: str) -> str:
 
     digest = hashlib.sha256()
     for file, names in sorted(TESTED_DEFINITIONS.items()):
-        with open(os.path.join(package, *file.split("/")), encoding="utf-8") as source:
-            blocks = _top_level_blocks(source.read().splitlines())
+        blocks = _top_level_blocks(_read(os.path.join(package, *file.split("/"))).splitlines())
         for name in names:
             digest.update("\n".join(blocks.get(name, ("absent " + name,))).encode())
     return digest.hexdigest()[:16]
+
+
+def _read(file: str) -> str:
+    """The text of a file, or nothing: a file that another version lacks is a difference and no error."""
+    if not os.path.isfile(file):
+        return ""
+    with open(file, encoding="utf-8") as source:
+        return source.read()
 
 
 def _top_level_blocks(lines: list) -> dict:
@@ -87,8 +100,8 @@ def _top_level_blocks(lines: list) -> dict:
 class _AfterInstalled:
     """A loader that runs an overlay file after the installed package's own code, in the same namespace."""
 
-    def __init__(self, installed, file):
-        self._installed, self._file = installed, file
+    def __init__(self, installed, file: str, overlay: "Overlay"):
+        self._installed, self._file, self._overlay = installed, file, overlay
 
     def __getattr__(self, name):
         return getattr(self._installed, name)
@@ -99,6 +112,8 @@ class _AfterInstalled:
     def exec_module(self, module):
         from importlib.machinery import SourceFileLoader
 
+        # only now: the finder is also asked by code that wants to know where thunder lies and does not import it
+        self._overlay.state = "applied"
         self._installed.exec_module(module)
         exec(SourceFileLoader(module.__name__, self._file).get_code(module.__name__), module.__dict__)
 
@@ -106,77 +121,108 @@ class _AfterInstalled:
 class Overlay:
     """The meta path finder. ``state`` is ``registered``, ``skipped`` or ``applied``; ``reason`` says why."""
 
-    def __init__(self, force=False):
+    def __init__(self, force: bool = False):
         self.force = force
         self.state = "registered"
         self.reason = "waiting for the first import of thunder"
-        self.modules = []
+        self._searching = set()
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname == "thunder":
-            return self._find_package(path, target)
-        if self.state != "applied" or not fullname.startswith("thunder."):
+        applies = fullname == "thunder" or (self.state == "applied" and fullname.startswith("thunder."))
+        # import hooks (those of wrapt, for one) ask all finders anew, this one too: one layer of overlay is enough
+        if not applies or fullname in self._searching:
             return None
+        self._searching.add(fullname)
+        try:
+            return self._find_package(path, target) if fullname == "thunder" else self._find(fullname, path, target)
+        finally:
+            self._searching.discard(fullname)
+
+    def _find_package(self, path, target):
+        spec = self.installed_spec("thunder", path, target)
+        if spec is None or not spec.origin:
+            return None  # not installed; Python's own error tells that best
+        package = os.path.dirname(spec.origin)
+        if not spec.submodule_search_locations or not os.path.isfile(os.path.join(package, "core", "jit_ext.py")):
+            self.state, self.reason = "skipped", f"{spec.origin} is not lightning-thunder"
+            return None
+        mismatch = None if self.force else _mismatch(package)
+        if mismatch is not None:
+            self._stand_aside(mismatch)
+            return None
+        self.reason = f"to {package}"
+        return self._extend(spec, tree())
+
+    def _stand_aside(self, mismatch: str):
+        warned = (self.state, self.reason) == ("skipped", mismatch)
+        self.state, self.reason = "skipped", mismatch
+        if not warned:
+            import warnings
+
+            warnings.warn(
+                f"lightning-thunder-nested-jit stands aside: {mismatch}. The installed thunder is left as it is. "
+                f"Install lightning-thunder {' or '.join(TESTED_VERSIONS)}, or set {VARIABLE}=force to apply the patch "
+                f"all the same.",
+                RuntimeWarning,
+                stacklevel=4,  # the line that imports thunder; warnings do not count the frames of importlib
+            )
+
+    def _find(self, fullname, path, target):
         file = os.path.join(tree(), *fullname.split(".")[1:])
         if os.path.isfile(file + ".py"):
             from importlib.util import spec_from_file_location
 
-            self.modules.append(fullname)
             return spec_from_file_location(fullname, file + ".py")
         if os.path.isdir(file):
             spec = self.installed_spec(fullname, path, target)
-            return self._extend(spec, file) if spec is not None else None
+            return self._extend(spec, file) if spec is not None else None  # a new package: found in the parent's path
         return None
 
-    def installed_spec(self, fullname, path, target=None):
-        """What the other finders say: an editable checkout of thunder may have one of its own."""
-        for finder in sys.meta_path:
-            find_spec = getattr(finder, "find_spec", None)
-            if find_spec is not None and not isinstance(finder, Overlay):
-                spec = find_spec(fullname, path, target)
-                if spec is not None:
-                    return spec
-        return None
-
-    def _find_package(self, path, target):
-        spec = self.installed_spec("thunder", path, target)
-        if spec is None or not spec.origin or not spec.submodule_search_locations:
-            return None  # not installed; Python's own error tells that best
-        package = os.path.dirname(spec.origin)
-        if not os.path.isfile(os.path.join(package, "core", "jit_ext.py")):
-            self.state, self.reason = "skipped", f"{package} is not lightning-thunder"
-            return None
-        mismatch = None if self.force else _mismatch(package)
-        if mismatch is not None:
-            self.state, self.reason = "skipped", mismatch
-            import warnings
-
-            warnings.warn(
-                f"lightning-thunder-nested-jit stands aside: {mismatch}. Stock thunder works as usual. "
-                f"Install a tested version, or set {VARIABLE}=force to apply the patch all the same.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return None
-        self.state, self.reason = "applied", f"to {package}"
-        return self._extend(spec, tree())
-
-    def _extend(self, spec, folder):
+    def _extend(self, spec, folder: str):
         """Lets the package find the overlay's new modules, and runs the folder's ``__overlay__.py`` after it."""
         if spec.submodule_search_locations is not None:
             spec.submodule_search_locations = [*spec.submodule_search_locations, folder]
         file = os.path.join(folder, "__overlay__.py")
         if os.path.isfile(file):
-            self.modules.append(spec.name)
-            spec.loader = _AfterInstalled(spec.loader, file)
+            spec.loader = _AfterInstalled(spec.loader, file, self)
         return spec
+
+    def installed_spec(self, fullname, path, target=None):
+        """What the other finders say: an editable checkout of thunder may have one of its own, after Python's."""
+        if path is not None:
+            path = [entry for entry in path if not _is_ours(entry)]
+        found = None
+        for finder in tuple(sys.meta_path):
+            find_spec = getattr(finder, "find_spec", None)
+            if find_spec is None or isinstance(finder, Overlay):
+                continue
+            spec = find_spec(fullname, path, target)
+            if spec is not None and spec.origin:
+                return spec
+            # a mere folder named thunder, such as the overlay's own in a checkout: a later finder may know better
+            found = found or spec
+        return found
+
+    def modules(self) -> list:
+        """The names of the imported modules that are the overlay's, wholly or in part."""
+        specs = {name: getattr(module, "__spec__", None) for name, module in tuple(sys.modules.items())}
+        return sorted(
+            name
+            for name, spec in specs.items()
+            if name.partition(".")[0] == "thunder"
+            and spec is not None
+            and (isinstance(spec.loader, _AfterInstalled) or _is_ours(spec.origin or ""))
+        )
+
+
+def _is_ours(file: str) -> bool:
+    return file == tree() or file.startswith(tree() + os.sep)
 
 
 def _mismatch(package: str):
     """Why the lightning-thunder at ``package`` is not one that was tested, or None."""
     namespace = {}
-    with open(os.path.join(package, "__about__.py"), encoding="utf-8") as about:
-        exec(about.read(), namespace)
+    exec(_read(os.path.join(package, "__about__.py")), namespace)
     version = namespace.get("__version__", "unknown")
     tested = ", ".join(TESTED_VERSIONS)
     if version not in TESTED_VERSIONS:
@@ -209,7 +255,7 @@ def execute_installed(namespace: dict, transform=None) -> None:
     else:
         import ast
 
-        code = compile(transform(ast.parse(spec.loader.get_source(name))), spec.origin, "exec")
+        code = compile(transform(ast.parse(spec.loader.get_source(name))), spec.origin, "exec", dont_inherit=True)
     exec(code, namespace)
 
 
@@ -221,8 +267,12 @@ def installed_overlay():
 def install() -> None:
     """Registers the overlay, once, unless the environment variable turns it off."""
     mode = os.environ.get(VARIABLE, "1").lower()
-    if mode not in ("0", "off", "false") and installed_overlay() is None:
-        sys.meta_path.insert(0, Overlay(force=mode == "force"))
+    if mode in ("0", "off", "false") or installed_overlay() is not None:
+        return
+    overlay = Overlay(force=mode == "force")
+    if "thunder" in sys.modules:
+        overlay.state, overlay.reason = "skipped", "thunder was imported before the overlay was installed"
+    sys.meta_path.insert(0, overlay)
 
 
 def status() -> str:
@@ -231,8 +281,8 @@ def status() -> str:
     if overlay is None:
         mode = os.environ.get(VARIABLE)
         return f"off ({VARIABLE}={mode})" if mode is not None else "off (the .pth file did not run)"
-    modules = f": {', '.join(overlay.modules)}" if overlay.modules else ""
-    return f"{overlay.state} ({overlay.reason}){modules}"
+    modules = overlay.modules()
+    return f"{overlay.state} ({overlay.reason})" + (f": {', '.join(modules)}" if modules else "")
 
 
 if __name__ == "__main__":

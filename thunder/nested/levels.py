@@ -304,6 +304,8 @@ def enter_level(fn: Callable, arguments: tuple[tuple, dict], *, lenient: bool = 
         _level.reset(token)
         level.writes.undo()
         level.retire()
+        if level.ctx is not None:
+            level.ctx.level = None  # a cycle would keep the arguments until the next garbage collection
 
 
 @contextlib.contextmanager

@@ -5,10 +5,28 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import sys
+import threading
 
 import pytest
 import torch
-from nested_helpers import CALLS, check, guards, inlined, jit, plain_call
+from nested_helpers import CALLS, assert_same, check, guards, inlined, jit, plain_call
+
+import thunder
+import thunder.nested
+import thunder.nested.levels as levels
+from thunder.core.interpreter import InterpreterError
+from thunder.core.jit_ext import (
+    SHARP_EDGES_OPTIONS,
+    CompileData,
+    compile_data_and_stats,
+    get_compile_data,
+    interpreter_needs_wrap,
+    register_general_jit_lookaside,
+    thunder_general_jit,
+    unwrap,
+    wrap_const,
+)
 
 SCALE = 2.0
 WEIGHT = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
@@ -228,3 +246,395 @@ def test_outer_prologue_of_a_module_guards_what_the_inlined_module_guards():
     nested, inline = jit(Model(inlined)), jit(Model(plain_call))
     nested(X), inline(X)
     assert guards(nested) == guards(inline)
+
+
+# The shape of the reported script: a lookaside that runs thunder_general_jit itself
+
+
+def reported(fn, *args, **kwargs):
+    return fn(*args, **kwargs)
+
+
+def register_reported(run):
+    """Registers the reported lookaside; ``run(fn, args, kwargs)`` is what it does with the plain function."""
+
+    @register_general_jit_lookaside(reported)
+    def _reported(fn, *args, **kwargs):
+        def interpreted(*args, **kwargs):
+            ufn = unwrap(fn)
+            data = CompileData(
+                fn=ufn, disable_preprocessing=True, executor_lookasides=get_compile_data().executor_lookasides
+            )
+            with compile_data_and_stats(data, None):
+                return run(ufn, args, kwargs)
+
+        return interpreter_needs_wrap(reported)(wrap_const(interpreted), *args, **kwargs)
+
+
+def traced(fn, args, kwargs):
+    return thunder_general_jit(fn, args, kwargs, sharp_edges=SHARP_EDGES_OPTIONS.ALLOW)
+
+
+def with_arguments(fn, args, kwargs):
+    return traced(fn, args, kwargs).computation_trace.python_callable()(*args)
+
+
+def with_prologue(fn, args, kwargs):
+    results = traced(fn, args, kwargs)
+    inputs, to_epilogue = results.prologue_trace.python_callable()(*args, **kwargs)
+    assert to_epilogue == ()
+    return results.computation_trace.python_callable()(*inputs)
+
+
+def with_jit(fn, args, kwargs):
+    return thunder.jit(fn)(*args, **kwargs)
+
+
+def with_computation_and_inputs(fn, args, kwargs):
+    jitted = thunder.jit(fn)
+    entry, inputs, to_epilogue = thunder.compile_data(jitted).get_computation_and_inputs(*args, **kwargs)
+    return entry.epilogue_fn(*to_epilogue, *entry.computation_fn(*inputs))
+
+
+@pytest.mark.parametrize("run", (with_arguments, with_prologue, with_jit, with_computation_and_inputs))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
+@pytest.mark.parametrize("requires_grad", (True, False))
+def test_reported_lookaside(run, dtype, requires_grad):
+    register_reported(run)
+    jitted = check(
+        lambda c: lambda x: (reported if c is not plain_call else c)(lambda a: torch.sin(torch.cos(a)), x),
+        (tensor(3, 4, dtype=dtype, requires_grad=requires_grad),),
+        reported,
+    )
+    assert (thunder.cache_misses(jitted), thunder.cache_hits(jitted)) == (1, 1)
+    jitted(tensor(2, 4, dtype=dtype))
+    assert thunder.cache_misses(jitted) == 2
+
+
+@pytest.mark.parametrize("run", (with_prologue, with_jit, with_computation_and_inputs))
+def test_reported_lookaside_with_captures(run):
+    register_reported(run)
+
+    class Module(torch.nn.Module):
+        def __init__(self, call):
+            super().__init__()
+            self.block = Block()
+            self.call = call
+
+        def forward(self, x):
+            y = x.exp()
+            return self.call(self.block, y) + self.call(lambda a: a @ WEIGHT * y * SCALE, x)
+
+    check(Module, (X,), reported)
+
+
+@pytest.mark.parametrize("run", (with_prologue, with_jit, with_computation_and_inputs))
+def test_what_a_reported_lookaside_read_is_guarded(run, monkeypatch):
+    register_reported(run)
+    jitted = jit(lambda x: reported(lambda a: a * SCALE + WEIGHT, x))
+    x = tensor(4, 4)
+    assert_same(jitted(x), x * SCALE + WEIGHT)
+    monkeypatch.setitem(globals(), "SCALE", 5.0)
+    assert_same(jitted(x), x * 5.0 + WEIGHT)
+    monkeypatch.setitem(globals(), "WEIGHT", torch.ones(4))
+    assert_same(jitted(x), x * 5.0 + torch.ones(4))
+
+
+def test_old_form_gives_the_result_itself_and_no_epilogue():
+    seen = []
+
+    def run(fn, args, kwargs):
+        seen.append(traced(fn, args, kwargs))
+        return seen[-1].computation_trace.python_callable()(*args)
+
+    register_reported(run)
+    jitted = jit(lambda x: reported(lambda a: {"s": [a.sin(), 2], "c": a}, x))
+    result = jitted(X)
+    assert_same(result, {"s": [X.sin(), 2], "c": X})
+    (results,) = seen
+    assert results.epilogue_trace is None
+    assert "return {'s': [t0, 2], 'c': a}" in str(results.computation_trace)
+
+
+def test_new_form_gives_what_the_epilogue_unpacks():
+    seen = []
+
+    @register_general_jit_lookaside(reported)
+    def _reported(fn, *args, **kwargs):
+        executor = levels.current_level().ctx.ad_hoc_executor
+        seen.append(
+            thunder_general_jit(
+                unwrap(fn),
+                tuple(unwrap(a) for a in args),
+                {},
+                sharp_edges=SHARP_EDGES_OPTIONS.ALLOW,
+                ad_hoc_executor=executor,
+            )
+        )
+        return args[0]
+
+    jit(lambda x: reported(lambda a: {"s": a.sin()}, x))(X)
+    (results,) = seen
+    assert "return (t0,)" in str(results.computation_trace)
+    assert "return {'s': t0}" in str(results.epilogue_trace)
+
+
+# Caching
+
+
+def call_twice(make_program, x, change):
+    """Calls a nested program, changes something that it read, calls it again, and compares both with eager."""
+    nested, eager = jit(make_program(inlined)), make_program(plain_call)
+    assert_same(nested(x), eager(x))
+    assert_same(nested(x), eager(x))
+    assert (thunder.cache_misses(nested), thunder.cache_hits(nested)) == (1, 1)
+    change()
+    assert_same(nested(x), eager(x))
+    assert thunder.cache_misses(nested) == 2
+
+
+@pytest.mark.parametrize(
+    "name, value", [("factor", 4), ("bias", torch.zeros(1, 4)), ("nested", {"key": [2.0, torch.ones(4)]})]
+)
+def test_changed_attribute(name, value, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "CONFIG", Config())
+
+    def make(c):
+        return lambda x: c(lambda a: a * CONFIG.factor + CONFIG.bias + CONFIG.nested["key"][0], x)
+
+    call_twice(make, tensor(3, 4), lambda: setattr(CONFIG, name, value))
+
+
+def test_changed_global(monkeypatch):
+    call_twice(
+        lambda c: lambda x: c(lambda a: a * SCALE, x), X, lambda: monkeypatch.setitem(globals(), "SCALE", 5.0)
+    )
+
+
+def test_changed_global_tensor_shape(monkeypatch):
+    call_twice(
+        lambda c: lambda x: c(lambda a: a + WEIGHT[0], x),
+        X,
+        lambda: monkeypatch.setitem(globals(), "WEIGHT", torch.ones(2, 1)),
+    )
+
+
+def test_changed_closure_cell():
+    factor = 2.0
+
+    def change():
+        nonlocal factor
+        factor = 3.0
+
+    call_twice(lambda c: lambda x: c(lambda a: a * factor, x), X, change)
+
+
+def test_changed_closure_cell_two_levels_down():
+    factor = 2.0
+
+    def change():
+        nonlocal factor
+        factor = 3.0
+
+    call_twice(lambda c: lambda x: c(lambda a: c(lambda b: b * factor, a), x), X, change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m.second, "power", 3),
+        lambda m: m.second.eval(),
+        lambda m: setattr(m.second.linear, "bias", None),
+        lambda m: setattr(m.second, "offset", torch.zeros(1)),
+    ],
+    ids=("attribute", "mode", "parameter", "buffer shape"),
+)
+def test_changed_module(change):
+    """The module is a global, so that the jitted function reads it anew at each call."""
+    model = Model(None)
+    call_twice(lambda c: lambda x: c(lambda a: model.second(a) * 2, x), X, lambda: change(model))
+
+
+def test_changed_shape_is_a_miss_and_agrees():
+    nested = jit(lambda x: inlined(lambda a: a.sin() * a.shape[0], x))
+    for x in (tensor(3, 4), tensor(2, 4), tensor(3, 4)):
+        assert_same(nested(x), x.sin() * x.shape[0])
+    assert (thunder.cache_misses(nested), thunder.cache_hits(nested)) == (2, 1)
+
+
+# Depth
+
+
+@pytest.mark.parametrize("depth", (1, 2, 3, 10))
+def test_depth(depth):
+    def make(c):
+        def down(x, n):
+            return x.sin() * WEIGHT[0] if n == 0 else c(lambda a: down(a, n - 1) * n + x, x.cos())
+
+        return lambda x: down(x, depth)
+
+    check(make, (X,), inlined)
+
+
+def test_lookaside_that_traces_the_function_it_is_registered_for():
+    def own(x, n):
+        return x.sin() * n
+
+    @thunder.nested.lookaside(own)
+    def _own(x, n):
+        return thunder.nested.trace(own, x, n).inline()
+
+    assert_same(jit(lambda x: own(x, 3) + own(x.cos(), 2))(X), X.sin() * 3 + X.cos().sin() * 2)
+
+
+def test_lookaside_that_traces_the_method_it_is_registered_for():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x).sin()
+
+    @thunder.nested.lookaside(Layer.forward)
+    def _forward(self, x):
+        return thunder.nested.trace(Layer.forward, self, x).inline()
+
+    model = torch.nn.Sequential(Layer(), Layer())
+    assert_same(jit(model)(X), model(X))
+
+
+# Exceptions
+
+
+class UserError(Exception):
+    pass
+
+
+def raises_after_work(a):
+    b = a.sin()
+    raise UserError(f"shape {tuple(b.shape)}")
+
+
+def caught(c, x):
+    try:
+        y = c(raises_after_work, x)
+    except UserError as error:
+        y = x * len(str(error))
+    return y + c(lambda a: a.cos(), x)
+
+
+def caught_two_levels_up(c, x):
+    try:
+        y = c(lambda a: c(raises_after_work, a * 2) + 1, x)
+    except UserError:
+        y = x.exp()
+    return y * c(lambda a: a * y, x)
+
+
+def caught_with_effects(c, x):
+    seen = [x]
+
+    def body(a):
+        seen.append(a)
+        raise UserError("late")
+
+    try:
+        c(body, x)
+    except UserError:
+        pass
+    return c(lambda a: a * 2, x)
+
+
+def wrong_shape_caught(c, x):
+    try:
+        y = c(lambda a: a @ a, x)
+    except RuntimeError:
+        y = x * 2
+    return y.sin()
+
+
+def finally_and_else(c, x):
+    trail = []
+    for fn in (raises_after_work, lambda a: a.sin()):
+        try:
+            x = c(fn, x)
+        except UserError:
+            trail.append("except")
+        else:
+            trail.append("else")
+        finally:
+            trail.append("finally")
+    return x, trail
+
+
+def uncaught(c, x):
+    return c(raises_after_work, x)
+
+
+EXCEPTIONS = (caught, caught_two_levels_up, caught_with_effects, wrong_shape_caught, finally_and_else, uncaught)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("program", EXCEPTIONS, ids=lambda f: f.__name__)
+def test_exceptions(program, call):
+    check(lambda c: functools.partial(program, c), (X,), call)
+
+
+def test_an_error_of_the_interpreter_is_wrapped_once():
+    """Each level would wrap it once more; the program cannot catch it, nested or not."""
+
+    def unsupported(a):
+        raise_in_the_interpreter(a)
+
+    def raise_in_the_interpreter(a):
+        return a
+
+    @register_general_jit_lookaside(raise_in_the_interpreter)
+    def _raise(a):
+        raise AssertionError("in the interpreter itself")
+
+    def catching(c):
+        def run(x):
+            try:
+                return c(lambda a: c(unsupported, a), x)
+            except AssertionError:
+                return x
+
+        return run
+
+    with pytest.raises(InterpreterError) as error:
+        jit(catching(inlined))(X)
+    assert isinstance(error.value.__cause__, AssertionError | InterpreterError)
+    causes = []
+    cause = error.value
+    while cause is not None:
+        causes.append(type(cause))
+        cause = cause.__cause__
+    assert causes.count(InterpreterError) <= 2 and causes[-1] is AssertionError
+
+
+# Threads
+
+
+def test_two_threads_trace_nested_programs_at_once():
+    def program(x):
+        y = x.exp()
+        return inlined(lambda a: inlined(lambda b: b * a + y, a.sin()) * CONFIG.factor, x)
+
+    inputs = [tensor(3, 4, seed=i) for i in range(2)]
+    results, barrier = [None, None], threading.Barrier(2)
+
+    def work(i):
+        barrier.wait()
+        results[i] = [jit(program)(inputs[i]) for _ in range(3)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for x, found in zip(inputs, results):
+        y = x.exp()
+        for result in found:
+            assert_same(result, (x.sin() * x + y) * CONFIG.factor)
