@@ -8,11 +8,10 @@ from thunder_overlay import execute_installed
 
 execute_installed(globals())
 
+import thunder.nested.levels as levels
 from thunder.common import CompileData  # noqa: F401  (code written for older releases imports it from here)
 from thunder.core.compile_data import compile_data_and_stats  # noqa: F401  (likewise)
 from thunder.core.interpreter import InterpreterError  # noqa: F401
-
-import thunder.nested.levels as levels
 from thunder.nested.effects import has_effects
 from thunder.nested.errors import ResultError, UntraceableCallableError, name_of
 from thunder.nested.results import finish, unpack_enclosing_values

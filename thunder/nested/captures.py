@@ -1,4 +1,4 @@
-"""How an inner trace gets its inputs: the paths by which values are reached, and their lifting into the enclosing level.
+"""How an inner trace gets its inputs: paths by which values are reached, and lifting into the enclosing level.
 
 A *path* spells out how a value is reached from a level's inputs: from the function, the positional or the keyword
 arguments, by a chain of attribute loads and subscripts. *Lifting* walks the path in the enclosing level's interpreter,
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import dis
-from types import GetSetDescriptorType
+from types import CellType, FunctionType, GetSetDescriptorType
 from typing import Any
 
 import torch
+
 from thunder.core.interpreter import (
     INTERPRETER_SIGNALS,
     ProvenanceRecord,
@@ -28,7 +29,6 @@ from thunder.core.interpreter import (
     wrap_kwargs,
 )
 from thunder.core.proxies import Proxy
-
 from thunder.nested.errors import CaptureError, name_of
 
 _ROOTS = {PseudoInst.INPUT_FN: "fn", PseudoInst.INPUT_ARGS: "args", PseudoInst.INPUT_KWARGS: "kwargs"}
@@ -40,6 +40,10 @@ class Attr:
 
     name: str
 
+    def of(self, obj: Any) -> Any:
+        """The attribute of a plain object, None where it has none."""
+        return getattr(obj, self.name, None)
+
     def __str__(self) -> str:
         return f".{self.name}"
 
@@ -49,6 +53,13 @@ class Item:
     """A subscript."""
 
     key: Any
+
+    def of(self, obj: Any) -> Any:
+        """The item of a plain object, None where it has none."""
+        try:
+            return obj[self.key]
+        except (LookupError, TypeError):
+            return None
 
     def __str__(self) -> str:
         return f"[{self.key!r}]"
@@ -120,11 +131,23 @@ class Lift:
 
     Args:
         fn, args, kwargs: the wrapped function and arguments that the inner level was begun with.
+        known: values at the end of paths that the enclosing level cannot walk, see :func:`plain_closure`.
     """
 
-    def __init__(self, fn: WrappedValue, args: tuple[WrappedValue, ...], kwargs: dict[str, WrappedValue]):
+    def __init__(
+        self,
+        fn: WrappedValue,
+        args: tuple[WrappedValue, ...],
+        kwargs: dict[str, WrappedValue],
+        known: dict[Path, WrappedValue] | None = None,
+    ):
         self.fn, self.args, self.kwargs = fn, args, kwargs
-        self._found: dict[Path, WrappedValue] = {}
+        self._known = known or {}
+        self._found: dict[Path, WrappedValue] = dict(self._known)
+
+    def with_arguments(self, args: tuple[WrappedValue, ...], kwargs: dict[str, WrappedValue]) -> Lift:
+        """The same for another call of the same function."""
+        return Lift(self.fn, args, kwargs, self._known)
 
     def __call__(self, path: Path) -> WrappedValue:
         """The wrapped value of the enclosing level at the end of the path; guards what it reads there.
@@ -135,12 +158,6 @@ class Lift:
         found = self._found.get(path)
         if found is None:
             found = self._found[path] = self._find(path)
-            if isinstance(found.original_value, torch.Tensor) and path_of(found.provenance) is None:
-                raise CaptureError(
-                    f"{name_of(unwrap(self.fn))} reads the tensor `{path}`, but the function itself comes from the "
-                    f"lookaside and not from the traced program, so the tensor can be neither unpacked nor guarded. "
-                    f"Pass the tensor as an argument."
-                )
         return found
 
     def _find(self, path: Path) -> WrappedValue:
@@ -152,6 +169,12 @@ class Lift:
         if len(path.steps) == 1 and isinstance(step, Item) and path.root != "fn":
             return self.args[step.key] if path.root == "args" else self.kwargs[step.key]
         obj = self(path.parent)
+        if path_of(obj.provenance) is None and isinstance(step.of(unwrap(obj)), torch.Tensor):
+            raise CaptureError(
+                f"{name_of(unwrap(self.fn))} reads the tensor `{path}`, but the function itself comes from the "
+                f"lookaside and not from the traced program, so the tensor can be neither unpacked nor guarded. "
+                f"Pass the tensor as an argument."
+            )
         if isinstance(step, Attr):
             value = _interpret_call(getattr, obj, wrap_const(step.name))
         else:
@@ -175,7 +198,7 @@ class Lift:
 
     def forget(self) -> None:
         """Makes the next look-up read anew, after a change that a replay has made."""
-        self._found.clear()
+        self._found = dict(self._known)
 
 
 def wrap_call(fn: Any, args: tuple, kwargs: dict) -> tuple[WrappedValue, tuple, dict]:
@@ -187,3 +210,24 @@ def wrap_call(fn: Any, args: tuple, kwargs: dict) -> tuple[WrappedValue, tuple, 
         return wrap_const(value)
 
     return wrapped(fn), tuple(wrapped(a) for a in args), {k: wrapped(v) for k, v in kwargs.items()}
+
+
+def plain_closure(fn: Any) -> tuple[Any, dict[Path, WrappedValue]]:
+    """A function of a lookaside that closes over wrapped values: the function that closes over the plain ones.
+
+    Returns:
+        The function, and the wrapped values by the paths at which it will find the plain ones.
+    """
+    cells = fn.__closure__ if isinstance(fn, FunctionType) and fn.__closure__ else ()
+    closure = Path("fn").then(Attr("__closure__"))
+    wrapped = {
+        closure.then(Item(i)).then(Attr("cell_contents")): cell.cell_contents
+        for i, cell in enumerate(cells)
+        if cell != CellType() and isinstance(cell.cell_contents, WrappedValue)
+    }
+    if not wrapped:
+        return fn, {}
+    plain = tuple(cell if cell == CellType() else CellType(unwrap(cell.cell_contents)) for cell in cells)
+    new = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, plain)
+    new.__kwdefaults__ = fn.__kwdefaults__
+    return new, wrapped

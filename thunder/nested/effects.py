@@ -23,7 +23,6 @@ from thunder.core.interpreter import (
     unwrap,
     wrap_const,
 )
-
 from thunder.nested.captures import Attr, Lift, Path, path_of
 from thunder.nested.errors import CaptureError, name_of
 

@@ -1,4 +1,4 @@
-"""What can go wrong with nested tracing. Each message says which function, where in the user's source, and the remedy."""
+"""What can go wrong with nested tracing. Messages say which function, where in the user's source, and the remedy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def name_of(fn: Callable) -> str:
     while isinstance(inner, functools.partial):
         inner = inner.func
     inner = inspect.unwrap(getattr(inner, "__func__", inner)) if callable(inner) else inner
-    code = getattr(inner, "__code__", None) or getattr(getattr(type(inner), "forward", None), "__code__", None)
-    code = code or getattr(getattr(type(inner), "__call__", None), "__code__", None)
+    # of a module its `forward`, of another object its `__call__`
+    candidates = (inner, getattr(type(inner), "forward", None), vars(type(inner)).get("__call__"))
+    code = next((c.__code__ for c in candidates if hasattr(c, "__code__")), None)
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
     return f"`{name}`" if code is None else f"`{name}` ({code.co_filename}:{code.co_firstlineno})"

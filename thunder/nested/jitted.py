@@ -11,14 +11,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import thunder
 from thunder.common import CompileStats
 from thunder.core.compile_data import compile_data_and_stats
 from thunder.core.interpreter import unwrap
 from thunder.core.proxies import Proxy
 from thunder.core.pytree import tree_iter
 from thunder.core.trace import get_tracectx
-
-import thunder
 from thunder.nested.effects import has_effects
 from thunder.nested.errors import ReplayError, name_of
 from thunder.nested.levels import current_level

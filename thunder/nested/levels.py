@@ -29,15 +29,12 @@ from thunder.core.interpreter import (
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
 from thunder.core.utils import is_hashable
-
-import thunder
 from thunder.nested.captures import Lift, Path, path_of
 from thunder.nested.effects import Writes
-from thunder.nested.errors import EscapedProxyError, name_of
+from thunder.nested.errors import EscapedProxyError, NestedTracingError, name_of
 
 if TYPE_CHECKING:
     from thunder.common import CompileData
-
     from thunder.core.jit_ext import JitCtx
 
 _READS_REQUIRES_GRAD = TensorProxy.requires_grad.fget
@@ -131,12 +128,11 @@ class Level:
         """Puts this level's own value in the place of one of the enclosing levels'. Called for every wrapped value."""
         uvalue = value.value
         if isinstance(uvalue, Proxy):
-            if uvalue.name in self._reserved:
-                if isinstance(uvalue, (TensorProxy, NumberProxy)):
-                    value.register_proxy(self._stand_in(uvalue, value))
-                    value.python_typ = self._python_type(uvalue)
-            elif id(uvalue) in self._ended:
+            if id(uvalue) in self._ended:
                 self._check_not_ended(uvalue)
+            if uvalue.name in self._reserved and isinstance(uvalue, (TensorProxy, NumberProxy)):
+                value.register_proxy(self._stand_in(uvalue, value))
+                value.python_typ = self._python_type(uvalue)
         elif self._runtimes and isinstance(uvalue, (dict, list)):
             self._adopt_changed_container(value)
 
@@ -168,7 +164,7 @@ class Level:
         return own
 
     def _python_type(self, foreign: Proxy) -> type:
-        """The type of the real tensor that a proxy of an enclosing level was made for (``isinstance(w, Parameter)``)."""
+        """The type of the real tensor that an enclosing level made the proxy for (for ``isinstance(w, Parameter)``)."""
         level = self.enclosing
         while level is not None:
             if foreign.name in level.python_types:
@@ -244,8 +240,8 @@ class Level:
                 result = run(*args, **kwargs)
             except InterpreterError as error:
                 # each level wraps an error of the interpreter once more; the innermost says where it happened
-                if isinstance(error.__cause__, InterpreterError):
-                    raise error.__cause__
+                if isinstance(error.__cause__, (InterpreterError, NestedTracingError)):
+                    raise error.__cause__ from error.__cause__.__cause__
                 raise
             if self.enclosing is not None:
                 self.result = result
@@ -310,19 +306,14 @@ def enter_level(fn: Callable, arguments: tuple[tuple, dict], *, lenient: bool = 
 
 @contextlib.contextmanager
 def _ambient_state(level: Level) -> Iterator[None]:
-    """An inner level begins with the enclosing grad mode and autocast, and its changes end with it.
-
-    Its prologue checks no ambient state (``cache_info``): level 0 does.
-    """
+    """An inner level begins with the enclosing grad mode and autocast, and its changes end with it."""
     data, enclosing = get_compile_data(), level.enclosing.ctx.compile_data
     before = [(d, ambient_state(d)) for d in (data, enclosing)]
     set_ambient_state(data, ambient_state(enclosing))
-    cache_info = thunder._cache_info_ctx.set({})
     try:
         yield
         level.final_state = ambient_state(data)
     finally:
-        thunder._cache_info_ctx.reset(cache_info)
         for d, state in before:
             set_ambient_state(d, state)
 

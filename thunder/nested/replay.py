@@ -6,6 +6,7 @@ into does not have that name yet, and else a fresh one, so a computation can be 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,16 +36,17 @@ class Substitution(dict):
             if isinstance(x, CollectionProxy):
                 return self._collection(x)
             return self.get(x.name, x)
-        if type(x) in (tuple, list):
-            return type(x)([self.value(i) for i in x])
-        if type(x) is dict:
-            return {k: self.value(v) for k, v in x.items()}
-        if x is None or isinstance(x, (int, float, str, bool, complex)):
-            return x
-        flat, spec = tree_flatten_with_dataclass(x)
-        if not any(isinstance(leaf, Proxy) for leaf in flat):
-            return x
-        return tree_unflatten([self.value(leaf) for leaf in flat], spec)
+        if isinstance(x, (tuple, list)):
+            items = [self.value(i) for i in x]
+            return type(x)._make(items) if hasattr(x, "_make") else type(x)(items)
+        if isinstance(x, dict):
+            return type(x)((k, self.value(v)) for k, v in x.items())
+        if isinstance(x, slice):
+            return slice(self.value(x.start), self.value(x.stop), self.value(x.step))
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            flat, spec = tree_flatten_with_dataclass(x)
+            return tree_unflatten([self.value(leaf) for leaf in flat], spec)
+        return x
 
     def _collection(self, x: CollectionProxy) -> CollectionProxy:
         new = object.__new__(type(x))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+import thunder
 import thunder.core.devices as devices
 import thunder.core.dtypes as dtypes
 import thunder.core.prims as prims
-import torch
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, TraceResults, from_trace, tracectx
-
 from thunder.nested.captures import Lift, wrap_call
 from thunder.nested.levels import Level, current_level
 
@@ -43,16 +44,21 @@ def unpack_enclosing_values(
 ) -> tuple[tuple[Proxy, ...], tuple[Proxy, ...]]:
     """The installed ``unpack_inputs`` for what paths lead to, and :data:`unpack_enclosing` for what none leads to."""
     level = ctx.level
+    if level.enclosing is None:
+        return unpack_inputs(ctx, prologue, to_computation, to_epilogue, args, kwargs)
     for v in to_computation:
         if level.is_foreign(v.proxy):  # an opaque function has worked on a container of the enclosing level's values
             level.stand_ins[v.proxy.name] = v.proxy
-    if level.enclosing is not None:
-        _forget_owners(ctx)
+    _forget_owners(ctx)
     pathless = [v for v in to_computation if v.proxy.name in level.stand_ins and level.path_to(v.proxy) is None]
-    if not pathless:
-        return unpack_inputs(ctx, prologue, to_computation, to_epilogue, args, kwargs)
     rest = tuple(v for v in to_computation if v not in pathless)
-    computation, epilogue = unpack_inputs(ctx, prologue, rest, to_epilogue, args, kwargs)
+    token = thunder._cache_info_ctx.set({})  # level 0 checks the ambient state
+    try:
+        computation, epilogue = unpack_inputs(ctx, prologue, rest, to_epilogue, args, kwargs)
+    finally:
+        thunder._cache_info_ctx.reset(token)
+    if not pathless:
+        return computation, epilogue
     returned = prologue.bound_symbols.pop()
     assert returned.sym.id is prims.PrimIDs.RETURN
     for variable in pathless:

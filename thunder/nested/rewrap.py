@@ -20,7 +20,6 @@ from thunder.core.interpreter import (
     wrapped_build_tuple,
 )
 from thunder.core.proxies import Proxy
-
 from thunder.nested.captures import Lift, path_of
 from thunder.nested.errors import ResultError, name_of
 from thunder.nested.levels import Level

@@ -20,13 +20,13 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import Proxy, is_proxy_name_available, variableify
 from thunder.core.symbol import Symbol, has_tags
 from thunder.core.trace import TraceCtx, TraceResults, get_tracectx
-
-from thunder.nested.captures import Lift, Path, wrap_call
+from thunder.nested.captures import Lift, Path, plain_closure, wrap_call
 from thunder.nested.effects import has_effects, replay_effects, written_values
 from thunder.nested.errors import (
     ArgumentError,
     InPlaceError,
     LevelError,
+    NestedTracingError,
     OutsideTraceError,
     ReplayError,
     UntraceableCallableError,
@@ -65,7 +65,8 @@ def trace(fn: WrappedValue | Callable, /, *args: Any, **kwargs: Any) -> NestedTr
     needs, which are lifted into it. Nothing is computed until the trace is replayed.
 
     Args:
-        fn: the wrapped function or module that the lookaside received. A plain callable is taken as a constant.
+        fn: the wrapped function or module that the lookaside received. A function of the lookaside's own is taken as
+            a constant; it may close over wrapped values.
         args, kwargs: the wrapped arguments that it received. Proxies that the lookaside computed and constants may
             be given as they are.
 
@@ -78,15 +79,16 @@ def trace(fn: WrappedValue | Callable, /, *args: Any, **kwargs: Any) -> NestedTr
         Exception: what ``fn`` raises.
     """
     enclosing = _enclosing("trace")
-    ufn = unwrap(fn)
-    _check_callable(ufn)
+    _check_callable(unwrap(fn))
+    fn, closed_over = plain_closure(fn)
     wrapped_fn, wrapped_args, wrapped_kwargs = wrap_call(fn, args, kwargs)
+    ufn = unwrap(wrapped_fn)
     uargs = tuple(unwrap(a) for a in wrapped_args)
     ukwargs = {k: unwrap(v) for k, v in wrapped_kwargs.items()}
     from thunder.core.jit_ext import trace_level
 
     results, level = trace_level(ufn, uargs, ukwargs, sharp_edges=enclosing.ctx.sharp_edges, lenient=True)
-    return NestedTrace(level, results, Lift(wrapped_fn, wrapped_args, wrapped_kwargs))
+    return NestedTrace(level, results, Lift(wrapped_fn, wrapped_args, wrapped_kwargs, closed_over))
 
 
 def lookaside(diverted_fn: Callable) -> Callable[[Callable], Callable]:
@@ -105,8 +107,8 @@ def lookaside(diverted_fn: Callable) -> Callable[[Callable], Callable]:
         def _nested_lookaside(*args: WrappedValue, **kwargs: WrappedValue) -> Any:
             try:
                 result = fn(*args, **kwargs)
-            except InterpreterError:
-                raise  # no exception of the program: the interpreter itself cannot go on
+            except (InterpreterError, NestedTracingError):
+                raise  # no exception of the program, which must not catch it: the program cannot be traced
             except Exception as error:
                 return do_raise(error)
             return wrap(result, provenance=ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[]))
@@ -212,7 +214,7 @@ class NestedTrace:
         def thunder_callable(*args: Any, **kwargs: Any) -> Any:
             self._check_replayable("thunder_callable")
             _, wrapped_args, wrapped_kwargs = wrap_call(self.fn, args, kwargs)
-            lift = Lift(self._lift.fn, wrapped_args, wrapped_kwargs)
+            lift = self._lift.with_arguments(wrapped_args, wrapped_kwargs)
             self._check_arguments(wrapped_args, wrapped_kwargs, lift)
             values = [i.value if i.is_capture else lift(i.path).value for i in self.inputs]
             replayed = replay(self.computation_trace, values, get_tracectx())

@@ -1,4 +1,4 @@
-"""What the tests of nested tracing share: higher-order functions with lookasides, and the comparison with eager PyTorch."""
+"""What the tests share: higher-order functions with lookasides, and the comparison with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from thunder.core.interpreter import unwrap
-from thunder.core.options import DebugOptions
 from torch.utils._pytree import tree_flatten, tree_map
 
 import thunder
 import thunder.nested
+from thunder.core.interpreter import unwrap
+from thunder.core.options import DebugOptions
 
 jit = functools.partial(thunder.jit, debug_options=DebugOptions(check_traces=2))
 

@@ -406,9 +406,7 @@ def test_changed_attribute(name, value, monkeypatch):
 
 
 def test_changed_global(monkeypatch):
-    call_twice(
-        lambda c: lambda x: c(lambda a: a * SCALE, x), X, lambda: monkeypatch.setitem(globals(), "SCALE", 5.0)
-    )
+    call_twice(lambda c: lambda x: c(lambda a: a * SCALE, x), X, lambda: monkeypatch.setitem(globals(), "SCALE", 5.0))
 
 
 def test_changed_global_tensor_shape(monkeypatch):
