@@ -68,7 +68,7 @@ general_jit_callbacks |= {
 
 
 def _infer_name_postfix_from_provenance(pr):
-    return get_jit_ctx().level.free_postfix(_installed["_infer_name_postfix_from_provenance"](pr))
+    return get_jit_ctx().level.postfix(pr, _installed["_infer_name_postfix_from_provenance"](pr))
 
 
 def interpret(fn, **options):

@@ -65,6 +65,10 @@ class Item:
         return f"[{self.key!r}]"
 
 
+_MEMBERS = tuple(Attr(name) for name in ("_parameters", "_buffers", "_modules"))
+_UNSPOKEN = (*_MEMBERS, *(Attr(name) for name in ("__closure__", "__globals__", "__func__", "cell_contents")))
+
+
 @dataclasses.dataclass(frozen=True)
 class Path:
     """How a value is reached: ``root`` is ``fn``, ``args`` or ``kwargs``, and ``steps`` lead on from there."""
@@ -78,6 +82,27 @@ class Path:
     def then(self, step: Attr | Item) -> Path:
         """The path that goes one step further."""
         return Path(self.root, (*self.steps, step))
+
+    def spoken(self, fn: Any) -> str:
+        """The path as the source of ``fn`` would spell it: ``self.linear.weight``.
+
+        Python reaches it by ``fn.__closure__[0].cell_contents._modules['linear']._parameters['weight']``.
+        """
+        text, obj = "" if self.is_capture else self.root, fn
+        previous, before = None, None
+        for step in self.steps:
+            if step == Attr("cell_contents") and isinstance(before, FunctionType):
+                text = before.__code__.co_freevars[previous.key]
+            elif previous == Attr("__globals__"):
+                text = step.key
+            elif previous in _MEMBERS:
+                text += f".{step.key}"
+            elif step not in _UNSPOKEN and previous != Attr("__closure__"):
+                text += str(step)
+            if previous != Attr("__closure__"):
+                before = obj
+            previous, obj = step, step.of(obj) if self.is_capture else None
+        return text.removeprefix(".") or str(self)
 
     @property
     def parent(self) -> Path:
@@ -171,7 +196,7 @@ class Lift:
         obj = self(path.parent)
         if path_of(obj.provenance) is None and isinstance(step.of(unwrap(obj)), torch.Tensor):
             raise CaptureError(
-                f"{name_of(unwrap(self.fn))} reads the tensor `{path}`, but the function itself comes from the "
+                f"{name_of(unwrap(self.fn))} reads the tensor `{path.spoken(unwrap(self.fn))}`, but the function itself comes from the "
                 f"lookaside and not from the traced program, so the tensor can be neither unpacked nor guarded. "
                 f"Pass the tensor as an argument."
             )
@@ -185,7 +210,7 @@ class Lift:
             runtime = get_interpreterruntimectx()
             error, runtime.curexc = runtime.curexc, None
             raise CaptureError(
-                f"{name_of(unwrap(self.fn))} read `{path}`, which the enclosing level cannot: "
+                f"{name_of(unwrap(self.fn))} read `{path.spoken(unwrap(self.fn))}`, which the enclosing level cannot: "
                 f"{type(error).__name__}: {error}. Pass the value as an argument instead."
             ) from error
         return value

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from thunder.core.compile_data import get_cache_option, get_compile_data
 from thunder.core.interpreter import (
     InterpreterError,
     InterpreterRuntimeCtx,
+    ProvenanceRecord,
     WrappedValue,
     get_interpreterruntimectx,
 )
@@ -102,8 +104,18 @@ class Level:
         """Whether the proxy belongs to an enclosing level."""
         return proxy.name in self._reserved
 
-    def free_postfix(self, postfix: str) -> str:
-        """A postfix for a tensor's name that leads to no name of the enclosing levels (``proxify`` would take it)."""
+    def postfix(self, provenance: ProvenanceRecord, postfix: str) -> str:
+        """A postfix for the name of a tensor that was reached by a path.
+
+        It must lead to no name of the enclosing levels, because ``proxify`` would take that name away from them.
+
+        Args:
+            provenance: how the tensor was reached.
+            postfix: what the installed thunder proposes.
+        """
+        path = path_of(provenance) if self.enclosing is not None else None
+        if path is not None and path.is_capture:
+            postfix = "_" + re.sub(r"\W+", "_", path.spoken(self.fn)).strip("_")
         if postfix not in self._postfixes:
             free, n = postfix, 0
             while postfix and f"t{free}" in self._reserved:

@@ -45,11 +45,13 @@ class Input:
     Attributes:
         proxy: the proxy that stands for it in ``computation_trace.args``.
         path: how the inner function reached it, or None if no path leads there (a default argument, say).
+        name: the path as the function's source spells it (``self.linear.weight``), or the proxy's name without one.
         value: the enclosing level's value, mostly a proxy, that it stands for.
     """
 
     proxy: Proxy
     path: Path | None
+    name: str
     value: Any
 
     @property
@@ -233,7 +235,8 @@ class NestedTrace:
         for proxy in self.computation_trace.args:
             path = level.path_to(own[proxy.name])
             foreign = level.stand_ins.get(own[proxy.name].name)
-            found.append(Input(proxy, path, self._lift.value_of(foreign, path)))
+            name = proxy.name if path is None else path.spoken(self.fn)
+            found.append(Input(proxy, path, name, self._lift.value_of(foreign, path)))
         return tuple(found)
 
     def _rename(self) -> None:
