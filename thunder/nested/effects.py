@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from thunder.core.interpreter import (
     INTERPRETER_SIGNALS,
     InterpreterFrame,
+    ProvenanceRecord,
     PseudoInst,
     WrappedValue,
     _interpret_call,
@@ -159,7 +160,7 @@ def _set_member(level: Level, lift: Lift, owner: WrappedValue, key: WrappedValue
 
     path = path_of(owner.provenance)
     if path is None:
-        if _made_inside(owner):
+        if _made_inside(owner.provenance.inputs[0]):
             return  # it comes back with the result
         raise CaptureError(
             f"{name_of(level.fn)} sets `{unwrap(key)}` on an object that was reached in a way that cannot be "
@@ -178,11 +179,18 @@ def _set_member(level: Level, lift: Lift, owner: WrappedValue, key: WrappedValue
     obj.attribute_wrappers[key.value] = value  # where the interpreter looks first
 
 
-def _made_inside(owner: WrappedValue) -> bool:
-    from thunder.core.jit_ext import is_created_during_tracing
-
-    provenance = owner.provenance
-    return bool(provenance.inputs) and is_created_during_tracing(provenance.inputs[0])
+def _made_inside(provenance: ProvenanceRecord) -> bool:
+    """Whether an object was made by the function: by a ``__new__``, or as one of torch's context managers."""
+    if provenance.inst is PseudoInst.OPAQUE:
+        maker = provenance.inputs[0]
+        if maker.inst is PseudoInst.CONSTANT:
+            return getattr(maker.value, "__name__", None) == "__new__"
+        return maker.inst is PseudoInst.LOAD_ATTR and maker.inputs[1].value == "__new__"
+    if provenance.inst is PseudoInst.LOAD_ATTR and provenance.inputs[0].inst is PseudoInst.CONSTANT:
+        # `with` keeps the bound `__exit__` only; those of torch set what they restore on themselves
+        owner = getattr(provenance.inputs[0].value, "__self__", None)
+        return type(owner).__module__.startswith("torch.")
+    return provenance.inst is PseudoInst.NEW
 
 
 def _assign_container(target: WrappedValue, changed: WrappedValue, rewrap: Callable[[Any], WrappedValue]) -> None:

@@ -27,6 +27,7 @@ from thunder.core.interpreter import (
     ProvenanceRecord,
     WrappedValue,
     get_interpreterruntimectx,
+    wrap_const,
 )
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
@@ -56,9 +57,11 @@ class Level:
         arguments: its positional and keyword arguments.
         enclosing: the level in whose run this one began, or None for level 0.
         ctx: the level's ``JitCtx``, once ``thunder_general_jit`` has made it.
-        lenient: whether a result or an effect that the level's own epilogue cannot hold is left to the caller.
+        lenient: whether an exception of the function, or a result or effect that the level's own epilogue cannot hold,
+            is left to the caller.
         result: the wrapped result of the function, in an inner level.
         stand_ins: own name to the foreign proxy that the proxy of that name stands for.
+        exception: what the function raised, if it is lenient.
         reads_requires_grad: whether the function asked a tensor for ``requires_grad``, which no check records.
         unrepresentable: why the level's own epilogue lacks a result or an effect, if it is lenient.
         final_state: grad mode and autocast at the end of the function.
@@ -75,6 +78,7 @@ class Level:
         self.stand_ins: dict[str, Proxy] = {}
         self.writes = Writes()
         self.python_types: dict[str, type] = {}
+        self.exception: Exception | None = None
         self.reads_requires_grad = False
         self.unrepresentable: Exception | None = None
         self.final_state: tuple[bool, tuple] | None = None
@@ -255,6 +259,11 @@ class Level:
                 if isinstance(error.__cause__, (InterpreterError, NestedTracingError)):
                     raise error.__cause__ from error.__cause__.__cause__
                 raise
+            except Exception as exception:
+                if not self.lenient:
+                    raise
+                self.exception = exception
+                result = wrap_const(None)
             if self.enclosing is not None:
                 self.result = result
             return result

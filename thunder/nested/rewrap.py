@@ -45,6 +45,14 @@ class Rewrap:
         """The enclosing level's wrapped value for a value, wrapped or not, of the inner level."""
         return self._memo(value, self._wrapped if isinstance(value, WrappedValue) else self._from_plain)
 
+    def exception(self, error: Exception) -> Exception:
+        """An exception that the inner function raised, with the values of the enclosing level in its arguments."""
+        if reachable_proxies(self.level, [error.args, vars(error)]):
+            error.args = tuple(map(self._plain, error.args))
+            for name, value in list(vars(error).items()):
+                setattr(error, name, self._plain(value))
+        return error
+
     def _memo(self, value: Any, make: Callable[[Any], Any]) -> Any:
         """The inner level's aliasing is kept: the same object becomes the same object. Holds on to the key object."""
         done = self._done.get((make.__name__, id(value)))

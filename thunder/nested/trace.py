@@ -32,7 +32,7 @@ from thunder.nested.errors import (
     UntraceableCallableError,
     name_of,
 )
-from thunder.nested.levels import Level, current_level, set_ambient_state
+from thunder.nested.levels import Level, ambient_state, current_level, set_ambient_state
 from thunder.nested.replay import Substitution, replay
 from thunder.nested.results import own_inputs
 from thunder.nested.rewrap import Rewrap, reachable_proxies
@@ -78,7 +78,8 @@ def trace(fn: WrappedValue | Callable, /, *args: Any, **kwargs: Any) -> NestedTr
     Raises:
         OutsideTraceError: nothing is being traced.
         UntraceableCallableError: ``fn`` is not callable, or not hashable.
-        Exception: what ``fn`` raises.
+
+    What ``fn`` raises is raised when the trace is replayed, after the effects that it had until then.
     """
     enclosing = _enclosing("trace")
     _check_callable(unwrap(fn))
@@ -153,6 +154,11 @@ class NestedTrace:
         """The inner computation; shorthand for ``results.computation_trace``."""
         return self.results.computation_trace
 
+    @property
+    def exception(self) -> Exception | None:
+        """What the inner function raised. A replay has the function's effects up to there, and then raises it."""
+        return self._level.exception
+
     def __repr__(self) -> str:
         return f"<NestedTrace of {name_of(self.fn)} with {len(self.inputs)} inputs>"
 
@@ -166,6 +172,7 @@ class NestedTrace:
             LevelError: this is not the level in which the trace was made, or that level has ended.
             ReplayError: the function has effects, which were made by an earlier replay.
             ResultError: the function returns what the enclosing level cannot represent.
+            Exception: what the function raised.
         """
         self._check_replayable("inline")
         replayed = replay(self.computation_trace, [i.value for i in self.inputs], get_tracectx())
@@ -190,13 +197,20 @@ class NestedTrace:
         if not name.isidentifier():
             raise ArgumentError(f"The operator's name must be a Python identifier, but it is {name!r}.")
         self._check_no_in_place()
-        values = [self.result, *written_values(self._level)]
+        raised = [] if self.exception is None else [self.exception.args, vars(self.exception)]
+        values = [self.result, *written_values(self._level), *raised]
         names = [self._level.final_name(p) for p in reachable_proxies(self._level, values)]
         produced = {p.name for bsym in self.computation_trace.bound_symbols for p in bsym.flat_proxy_outs}
         produced -= {i.proxy.name for i in self.inputs}
         made = [name for name in names if name in produced]
         operator = Operator(name=name, id=name, meta=self._operator_meta(made), _bind_postprocess=self._bind_operator)
-        outputs = operator(*(i.value for i in self.inputs))
+        data = get_compile_data()
+        state = ambient_state(data)
+        data.is_grad_enabled = True  # each output has the grad mode that it was computed in
+        try:
+            outputs = operator(*(i.value for i in self.inputs))
+        finally:
+            set_ambient_state(data, state)
         replayed = Substitution(zip(made, outputs), get_tracectx())
         return self._finish_replay(replayed)
 
@@ -255,6 +269,8 @@ class NestedTrace:
         rewrap = Rewrap(self._level, lift, replayed)
         replay_effects(self._level, lift, rewrap)
         set_ambient_state(get_compile_data(), self._level.final_state)
+        if self.exception is not None:
+            raise rewrap.exception(self.exception)
         return rewrap(self._level.result)
 
     def _operator_meta(self, made: list[str]) -> Callable:

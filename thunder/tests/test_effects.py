@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from nested_helpers import CALLS, check, inlined, jit, operator, plain_call, twi
 import thunder.nested
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+class Box:
+    pass
 
 
 class Counter(torch.nn.Module):
@@ -265,6 +270,22 @@ def test_functions(program, call):
 @pytest.mark.parametrize("program", IN_PLACE, ids=lambda f: f.__name__)
 def test_in_place(program, call):
     check(lambda c: functools.partial(program, c), (X,), call)
+
+
+def test_object_reached_in_a_way_that_cannot_be_recorded():
+    def program(x):
+        box = Box()
+        box.value = x
+        reference = weakref.ref(box)
+
+        def body(a):
+            reference().value = a.sin()
+            return a
+
+        return inlined(body, x) + box.value
+
+    with pytest.raises(thunder.nested.CaptureError, match="sets `value` on an object that was reached in a way"):
+        jit(program)(X)
 
 
 @pytest.mark.parametrize("program", (*IN_PLACE, BatchNorm(operator)), ids=str)

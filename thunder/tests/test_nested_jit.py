@@ -541,7 +541,17 @@ def caught_with_effects(c, x):
         c(body, x)
     except UserError:
         pass
-    return c(lambda a: a * 2, x)
+    return c(lambda a: a * len(seen), x), seen
+
+
+def tensor_in_the_exception(c, x):
+    def body(a):
+        raise UserError("late", a.sin())
+
+    try:
+        c(body, x)
+    except UserError as error:
+        return error.args[1] * 2
 
 
 def wrong_shape_caught(c, x):
@@ -570,7 +580,15 @@ def uncaught(c, x):
     return c(raises_after_work, x)
 
 
-EXCEPTIONS = (caught, caught_two_levels_up, caught_with_effects, wrong_shape_caught, finally_and_else, uncaught)
+EXCEPTIONS = (
+    caught,
+    caught_two_levels_up,
+    caught_with_effects,
+    tensor_in_the_exception,
+    wrong_shape_caught,
+    finally_and_else,
+    uncaught,
+)
 
 
 @pytest.mark.parametrize("call", CALLS)

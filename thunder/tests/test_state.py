@@ -1,0 +1,203 @@
+"""Grad mode, autocast, default dtype and the RNG stream, set outside, inside and across nested functions."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from nested_helpers import CALLS, assert_same, check, fresh, inlined, jit, plain_call
+
+import thunder
+
+X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+WEIGHT = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+
+
+def no_grad_outside(c, x):
+    with torch.no_grad():
+        y = c(lambda a: a.sin() * 2, x)
+    return y * x
+
+
+def no_grad_inside(c, x):
+    def body(a):
+        with torch.no_grad():
+            b = a.sin()
+        return b * a
+
+    return c(body, x)
+
+
+def enable_grad_inside_no_grad(c, x):
+    with torch.no_grad():
+
+        def body(a):
+            with torch.enable_grad():
+                b = a.sin()
+            return b, a.cos()
+
+        y, z = c(body, x)
+    return y * 2 + z * x
+
+
+def set_grad_enabled_inside(c, x):
+    def body(a):
+        torch.set_grad_enabled(False)
+        b = a.sin()
+        torch.set_grad_enabled(True)
+        return a * b
+
+    return c(body, x)
+
+
+def decorated_no_grad(c, x):
+    @torch.no_grad()
+    def body(a):
+        return a.sin()
+
+    return c(body, x) * x
+
+
+def no_grad_and_exception(c, x):
+    def body(a):
+        with torch.no_grad():
+            raise ValueError
+
+    try:
+        c(body, x)
+    except ValueError:
+        pass
+    return x.sin() * 2
+
+
+def left_disabled_by_exception(c, x):
+    def body(a):
+        torch.set_grad_enabled(False)
+        raise ValueError
+
+    try:
+        c(body, x)
+    except ValueError:
+        y = x.sin()
+    torch.set_grad_enabled(True)
+    return y + x
+
+
+def detach_inside(c, x):
+    return c(lambda a: a.detach() * a, x)
+
+
+def autocast_outside(c, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return c(lambda a: a @ WEIGHT, x).float()
+
+
+def autocast_inside(c, x):
+    def body(a):
+        with torch.autocast("cpu", torch.bfloat16):
+            b = a @ WEIGHT
+        return b, a @ WEIGHT
+
+    b, d = c(body, x)
+    return b.float(), d
+
+
+def autocast_disabled_inside(c, x):
+    with torch.autocast("cpu", torch.bfloat16):
+
+        def body(a):
+            with torch.autocast("cpu", enabled=False):
+                return a @ WEIGHT
+
+        return c(body, x), c(lambda a: a @ WEIGHT, x).float()
+
+
+# Stock thunder computes these otherwise than eager PyTorch: dropout draws from another distribution, and `requires_grad`
+# of a result is that of the whole computation. Nested they are what they are inline.
+
+
+def dropout(c, x):
+    y = torch.nn.functional.dropout(x, 0.5)
+    z = c(lambda a: torch.nn.functional.dropout(a, 0.5), x)
+    return y, z, torch.nn.functional.dropout(x, 0.5)
+
+
+def rand(c, x):
+    return c(lambda a: a * torch.rand(4, 4), x) + torch.rand(4, 4), c(lambda a: a + torch.randn(4, 4), x)
+
+
+def rand_inside_and_outside(c, x):
+    y = torch.rand(4, 4) + x
+    z = c(lambda a: c(lambda b: b * torch.rand(4, 4), a) + torch.randn(4, 4), y)
+    return z * torch.rand(4, 4)
+
+
+def factory(c, x):
+    return c(lambda a: a + torch.ones(4) + torch.arange(4), x)
+
+
+PROGRAMS = (
+    no_grad_outside,
+    no_grad_inside,
+    set_grad_enabled_inside,
+    decorated_no_grad,
+    no_grad_and_exception,
+    left_disabled_by_exception,
+    detach_inside,
+    autocast_outside,
+    autocast_inside,
+    autocast_disabled_inside,
+    rand,
+    rand_inside_and_outside,
+    factory,
+)
+
+
+@pytest.mark.parametrize("call", (plain_call, *CALLS))
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+def test_state(program, call):
+    check(lambda c: functools.partial(program, c), (X,), call)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("program", (dropout, enable_grad_inside_no_grad), ids=lambda f: f.__name__)
+def test_equals_the_inlined_program_and_leaves_the_same_rng_state(program, call):
+    results = []
+    for c in (plain_call, call):
+        (x,) = fresh((X,))
+        torch.manual_seed(0)
+        result = jit(functools.partial(program, c))(x)
+        sum(r.sum() for r in (result if isinstance(result, tuple) else (result,))).backward()
+        results.append((result, x.grad, torch.get_rng_state()))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("context", (torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)))
+def test_ambient_state_around_the_call_is_guarded_by_level_0(context):
+    def make(c):
+        return lambda x: c(lambda a: (a @ WEIGHT).sin(), x)
+
+    nested, eager = jit(make(inlined)), make(plain_call)
+    for enter in (False, True, False):
+        if enter:
+            with context():
+                assert_same(nested(*fresh((X,))), eager(*fresh((X,))))
+        else:
+            assert_same(nested(*fresh((X,))), eager(*fresh((X,))))
+    assert (thunder.cache_misses(nested), thunder.cache_hits(nested)) == (2, 1)
+
+
+def test_default_dtype_is_guarded_by_level_0():
+    def make(c):
+        return lambda x: c(lambda a: a + torch.ones(4, 4), x)
+
+    nested, eager = jit(make(inlined)), make(plain_call)
+    assert_same(nested(X), eager(X))
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert_same(nested(X), eager(X))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert thunder.cache_misses(nested) == 2
