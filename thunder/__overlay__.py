@@ -1,12 +1,16 @@
-"""lightning-thunder's ``thunder``, with a ``thunder.jit`` whose callables lookasides may call with proxies."""
+"""lightning-thunder's ``thunder``, with a ``thunder.jit`` that may be used, and called, inside compiled code."""
 
 from functools import wraps
+
+from thunder.core.jit_ext import register_general_jit_lookaside
+from thunder.nested.jitted import jit_lookaside, make_reentrant
 
 _installed_jit = jit
 
 
 @wraps(_installed_jit)
 def jit(fn, /, **options):
-    from thunder.nested.jitted import make_reentrant
-
     return make_reentrant(_installed_jit(fn, **options))
+
+
+register_general_jit_lookaside(jit)(jit_lookaside)

@@ -80,13 +80,46 @@ def interpreted_getitem(obj, key):
     return obj[key]
 
 
-def general_jit_lookaside(fn, *args, **kwargs):
+def general_jit_lookaside(fn, /, *args, **kwargs):
     level = get_jit_ctx().level
     if level.enclosing is not None:
         if level.interprets(fn):
             return None
         level.before_call(fn, args)
+    from thunder.nested.jitted import jitted_lookaside
+
+    lookaside = jitted_lookaside(fn)
+    if lookaside is not None:
+        return lookaside
     return _installed["general_jit_lookaside"](fn, *args, **kwargs)
+
+
+def leaves_no_scope(lookaside):
+    """A lookaside that pushes a scope and, if the program's function raises, does not pop it: pops it then.
+
+    What was recorded until then goes to the enclosing scope, because it may change tensors in place.
+    """
+
+    @wraps(lookaside)
+    def restoring(*args, **kwargs):
+        trace = get_jit_ctx().computation_trace
+        depth = len(trace.scopes)
+        try:
+            return lookaside(*args, **kwargs)
+        finally:
+            while len(trace.scopes) > depth:
+                left = trace.scopes.pop()
+                trace.scopes[-1].extend(left)
+
+    return restoring
+
+
+for _fn in (
+    torch.utils.checkpoint.checkpoint,
+    torch.autograd.function.Function.apply.__func__,
+    torch.ops.higher_order.autograd_function_apply,
+):
+    _general_jit_lookaside_map[_fn] = leaves_no_scope(_general_jit_lookaside_map[_fn])
 
 
 def process_recorded_modifications(ctx, epilogue_trace):

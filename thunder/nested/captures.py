@@ -25,9 +25,11 @@ from thunder.core.interpreter import (
     unwrap,
     wrap,
     wrap_args,
+    wrap_attribute,
     wrap_const,
     wrap_kwargs,
 )
+from thunder.core.module import ThunderModule
 from thunder.core.proxies import Proxy
 from thunder.nested.errors import CaptureError, name_of
 
@@ -196,10 +198,13 @@ class Lift:
         obj = self(path.parent)
         if path_of(obj.provenance) is None and isinstance(step.of(unwrap(obj)), torch.Tensor):
             raise CaptureError(
-                f"{name_of(unwrap(self.fn))} reads the tensor `{path.spoken(unwrap(self.fn))}`, but the function itself comes from the "
-                f"lookaside and not from the traced program, so the tensor can be neither unpacked nor guarded. "
-                f"Pass the tensor as an argument."
+                f"{name_of(unwrap(self.fn))} reads the tensor `{path.spoken(unwrap(self.fn))}`, but the function itself "
+                f"comes from the lookaside and not from the traced program, so the tensor can be neither unpacked nor "
+                f"guarded. Pass the tensor as an argument."
             )
+        if step == Attr("_model") and isinstance(unwrap(obj), ThunderModule):
+            # not as a submodule, which a ThunderModule looks for in the module that it wraps
+            return wrap_attribute(unwrap(obj)._model, obj, wrap_const("_model"))
         if isinstance(step, Attr):
             value = _interpret_call(getattr, obj, wrap_const(step.name))
         else:

@@ -108,18 +108,23 @@ def lookaside(diverted_fn: Callable) -> Callable[[Callable], Callable]:
     def register(fn: Callable) -> Callable:
         @register_general_jit_lookaside(diverted_fn)
         def _nested_lookaside(*args: WrappedValue, **kwargs: WrappedValue) -> Any:
-            try:
-                result = fn(*args, **kwargs)
-            except (InterpreterError, NestedTracingError):
-                raise  # no exception of the program, which must not catch it: the program cannot be traced
-            except Exception as error:
-                return do_raise(error)
-            return wrap(result, provenance=ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[]))
+            return as_lookaside(lambda: fn(*args, **kwargs))
 
         _nested_lookaside.__wrapped__ = fn
         return fn
 
     return register
+
+
+def as_lookaside(run: Callable[[], Any]) -> Any:
+    """Runs a lookaside; gives its wrapped result, or the interpreter's signal for an exception of the program."""
+    try:
+        result = run()
+    except (InterpreterError, NestedTracingError):
+        raise  # no exception of the program, which must not catch it: the program cannot be traced
+    except Exception as error:
+        return do_raise(error)
+    return wrap(result, provenance=ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[]))
 
 
 class NestedTrace:

@@ -199,3 +199,42 @@ def test_escaped_proxy():
     assert_same(jit(lambda x: use(torch.cos, keep(lambda a: a.sin(), x)))(X), X.sin().cos())
     (message,) = messages
     assert "test_levels.py" in message and "after that trace has ended" in message and "inline()" in message
+
+
+class RaisesInForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x.sin()
+        raise ValueError("from forward")
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def raises_in_checkpoint(x):
+    return torch.utils.checkpoint.checkpoint(lambda a: raises(a.sin()), x, use_reentrant=False)
+
+
+def raises_in_composite_operator(x):
+    return torch.nn.functional.linear(x, x.sin()[:, :2])
+
+
+@pytest.mark.parametrize("fn", (RaisesInForward.apply, raises_in_checkpoint, raises_in_composite_operator))
+@pytest.mark.parametrize("call", (plain_call, inlined))
+def test_an_exception_leaves_no_scope_behind(fn, call):
+    """In stock thunder a program that catches it ends in ``IndexError: pop from empty list``, nested or not."""
+
+    def program(x):
+        try:
+            y = call(fn, x)
+        except (ValueError, RuntimeError):
+            torch.set_grad_enabled(True)
+            y = x * 2
+        return y.cos()
+
+    x = X.detach().requires_grad_()
+    result = jit(program)(x)
+    assert_same(result, (x * 2).cos())
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    assert_same(gradient, torch.autograd.grad((x * 2).cos().sum(), x)[0])
