@@ -47,6 +47,7 @@ TESTED_DEFINITIONS = {
         "_maybe_update_proxy_name",
         "bind_inputs",
         "build_value_from_wrapped",
+        "general_jit_callbacks",
         "general_jit_lookaside",
         "process_recorded_modifications",
         "propagate_constraints",
@@ -54,14 +55,15 @@ TESTED_DEFINITIONS = {
         "thunder_general_jit",
         "unpack_inputs",
     ),
+    "core/symbol.py": ("Symbol",),
 }
-TESTED_HASH = "fa5b3109325bf171"
+TESTED_HASH = "67dc5b2f4c8dad31"
 
 
 def tree() -> str:
     """The folder of the overlay's files: beside this file in a checkout, packed by the wheel elsewhere."""
     here = os.path.dirname(os.path.abspath(__file__))
-    packed = os.path.join(here, "thunder_overlay_files", "thunder")
+    packed = os.path.join(here, "thunder_overlay_files")
     return packed if os.path.isdir(packed) else os.path.join(here, "thunder")
 
 
@@ -267,12 +269,8 @@ def installed_overlay():
 def install() -> None:
     """Registers the overlay, once, unless the environment variable turns it off."""
     mode = os.environ.get(VARIABLE, "1").lower()
-    if mode in ("0", "off", "false") or installed_overlay() is not None:
-        return
-    overlay = Overlay(force=mode == "force")
-    if "thunder" in sys.modules:
-        overlay.state, overlay.reason = "skipped", "thunder was imported before the overlay was installed"
-    sys.meta_path.insert(0, overlay)
+    if mode not in ("0", "off", "false") and installed_overlay() is None:
+        sys.meta_path.insert(0, Overlay(force=mode == "force"))
 
 
 def status() -> str:
@@ -281,6 +279,8 @@ def status() -> str:
     if overlay is None:
         mode = os.environ.get(VARIABLE)
         return f"off ({VARIABLE}={mode})" if mode is not None else "off (the .pth file did not run)"
+    if overlay.state == "registered" and "thunder" in sys.modules:
+        return "skipped (thunder was imported before the overlay was registered, or by a finder in front of it)"
     modules = overlay.modules()
     return f"{overlay.state} ({overlay.reason})" + (f": {', '.join(modules)}" if modules else "")
 

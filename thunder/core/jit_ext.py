@@ -42,6 +42,18 @@ class JitCtx(_installed["JitCtx"]):
         self.level = levels.current_level()
         self.level.attach(self)
 
+    # one line of progress over all levels, that of level 0
+
+    def show_progress_if_verbose(self):
+        if self.level.enclosing is None:
+            super().show_progress_if_verbose()
+        else:
+            self.level.enclosing.ctx.show_progress_if_verbose()
+
+    def end_progress(self):
+        if self.level.enclosing is None:
+            super().end_progress()
+
     def proxify(self, value):
         p = super().proxify(value)
         if isinstance(p, TensorProxy) and value.original_value is not value.nothing:

@@ -197,10 +197,11 @@ class Lift:
             return self.args[step.key] if path.root == "args" else self.kwargs[step.key]
         obj = self(path.parent)
         if path_of(obj.provenance) is None and isinstance(step.of(unwrap(obj)), torch.Tensor):
+            fn = unwrap(self.fn)
             raise CaptureError(
-                f"{name_of(unwrap(self.fn))} reads the tensor `{path.spoken(unwrap(self.fn))}`, but the function itself "
-                f"comes from the lookaside and not from the traced program, so the tensor can be neither unpacked nor "
-                f"guarded. Pass the tensor as an argument."
+                f"{name_of(fn)} reads the tensor `{path.spoken(fn)}`, but the function itself comes from the lookaside "
+                f"and not from the traced program, so the tensor can be neither unpacked nor guarded. Pass the tensor "
+                f"as an argument."
             )
         if step == Attr("_model") and isinstance(unwrap(obj), ThunderModule):
             # not as a submodule, which a ThunderModule looks for in the module that it wraps

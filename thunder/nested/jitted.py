@@ -2,7 +2,7 @@
 
 Stock thunder interprets them as a part of the caller, with a warning, or, where a lookaside calls one, runs the plain
 function, which cannot work with proxies. Here such a call is an inner level, which is replayed into the caller's trace.
-Of the settings of its own ``thunder.jit`` an inner level has the executors' lookasides, ``sharp_edges`` and the options;
+Of the settings of its own ``thunder.jit`` an inner level has its executors' lookasides, ``sharp_edges`` and options;
 how it is cached, differentiated, transformed and executed is for the caller's to say, because it is one program.
 """
 

@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import thunder.clang as clang
-from thunder.core.compile_data import get_cache_option, get_compile_data
+from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import (
     InterpreterError,
     InterpreterRuntimeCtx,
@@ -29,12 +29,12 @@ from thunder.core.interpreter import (
     get_interpreterruntimectx,
     wrap_const,
 )
-from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
 from thunder.core.utils import is_hashable
 from thunder.nested.captures import Lift, Path, path_of
 from thunder.nested.effects import Writes
 from thunder.nested.errors import EscapedProxyError, NestedTracingError, name_of
+from thunder.nested.stand_ins import stand_in
 
 if TYPE_CHECKING:
     from thunder.common import CompileData
@@ -61,6 +61,7 @@ class Level:
             is left to the caller.
         result: the wrapped result of the function, in an inner level.
         stand_ins: own name to the foreign proxy that the proxy of that name stands for.
+        own: the name of such a foreign proxy to the own one.
         exception: what the function raised, if it is lenient.
         reads_requires_grad: whether the function asked a tensor for ``requires_grad``, which no check records.
         unrepresentable: why the level's own epilogue lacks a result or an effect, if it is lenient.
@@ -83,7 +84,7 @@ class Level:
         self.unrepresentable: Exception | None = None
         self.final_state: tuple[bool, tuple] | None = None
         self._reserved: set[str] = set()
-        self._own: dict[str, Proxy] = {}
+        self.own: dict[str, Proxy] = {}
         self._postfixes: dict[str, str] = {}
         self._runtimes: tuple[InterpreterRuntimeCtx, ...] = ()
         self._interprets_root = False
@@ -147,37 +148,10 @@ class Level:
             if id(uvalue) in self._ended:
                 self._check_not_ended(uvalue)
             if uvalue.name in self._reserved and isinstance(uvalue, (TensorProxy, NumberProxy)):
-                value.register_proxy(self._stand_in(uvalue, value))
+                value.register_proxy(stand_in(self, uvalue, value.provenance))
                 value.python_typ = self._python_type(uvalue)
         elif self._runtimes and isinstance(uvalue, (dict, list)):
             self._adopt_changed_container(value)
-
-    def _stand_in(self, foreign: Proxy, value: WrappedValue) -> Proxy:
-        own = self._own.get(foreign.name)
-        if own is not None:
-            return own
-        from thunder.core.jit_ext import (
-            EXT_FLAG_IS_PROXY_DERIVED,
-            EXT_FLAG_IS_TENSOR_PROXY,
-            _infer_name_postfix_from_provenance,
-            should_register_for_prologue,
-        )
-
-        pathless = not should_register_for_prologue(value.provenance)
-        if isinstance(foreign, TensorProxy):
-            postfix = "" if pathless else _infer_name_postfix_from_provenance(value.provenance)
-            name = self.ctx.computation_trace.make_name(f"t{postfix}" if postfix else None, prefix="t")
-            value.provenance.ext_flag |= EXT_FLAG_IS_TENSOR_PROXY
-            own = like(foreign, name)
-            if not pathless and get_cache_option() in (CACHE_OPTIONS.CONSTANT_VALUES, CACHE_OPTIONS.SYMBOLIC_VALUES):
-                self.ctx.add_constraint((clang.check_tensor_shape_and_metadata, own))
-        else:
-            value.provenance.ext_flag |= EXT_FLAG_IS_PROXY_DERIVED
-            own = like(foreign, self.ctx.computation_trace.make_name(prefix=foreign.prefix))
-        own.history = None if pathless else value.provenance
-        self.stand_ins[own.name] = foreign
-        self._own[foreign.name] = own
-        return own
 
     def _python_type(self, foreign: Proxy) -> type:
         """The type of the real tensor that an enclosing level made the proxy for (for ``isinstance(w, Parameter)``)."""
@@ -272,12 +246,15 @@ class Level:
 
     def guard(self, lift: Lift) -> None:
         """Reads in the enclosing level all that this level read by a path, so that it is guarded there, too."""
-        for _, *values in self.ctx._constraints:
+        for check, *values in self.ctx._constraints:
+            static = check is clang.check_number_type_and_value
             for value in values:
-                if isinstance(value, Proxy) and value.name not in self.stand_ins:
-                    path = self.path_to(value)
-                    if path is not None:
-                        lift(path)
+                path = self.path_to(value) if isinstance(value, Proxy) else None
+                if path is None or (value.name in self.stand_ins and not static):
+                    continue
+                outer = lift(path).value
+                if static and isinstance(outer, NumberProxy):
+                    outer.make_static_constrained()  # the inner level has relied on its value
 
     def retire(self) -> None:
         """Remembers the level's proxies as those of a level that has ended."""
@@ -285,7 +262,7 @@ class Level:
             return
         maker = name_of(self.fn)
         own = [p for bsym in self.ctx.computation_trace.bound_symbols for p in bsym.flat_proxy_outs]
-        for proxy in (*own, *self._own.values()):
+        for proxy in (*own, *self.own.values()):
             if self.is_foreign(proxy):
                 continue
             self._ended[id(proxy)] = (weakref.ref(proxy), maker)
@@ -293,16 +270,6 @@ class Level:
 
 def _plain(fn: Callable) -> Callable:
     return getattr(fn, "__func__", fn)
-
-
-def like(proxy: Proxy, name: str) -> Proxy:
-    """A proxy equal to ``proxy`` but for its name. The name is not recorded in any trace."""
-    new = object.__new__(type(proxy))
-    new.__dict__.update(proxy.__dict__)
-    new._name = name
-    new._tags = set(proxy._tags)
-    new.history = None
-    return new
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from thunder.core.proxies import CollectionProxy, NumberProxy, Proxy, TensorProx
 from thunder.core.pytree import tree_flatten_with_dataclass, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
+from thunder.nested.stand_ins import like
 
 _NOT_REPLAYED = (PrimIDs.UNPACK_TRIVIAL, PrimIDs.RETURN)
 
@@ -63,8 +64,6 @@ class Substitution(dict):
             self.define(sub)
 
     def _fresh(self, proxy: Proxy) -> Proxy:
-        from thunder.nested.levels import like
-
         name = proxy.name if not self._trace.has_name(proxy.name) else None
         new = like(proxy, self._trace.make_name(name, prefix=proxy.prefix))
         if isinstance(new, TensorProxy) and any(isinstance(s, NumberProxy) for s in new._shape):

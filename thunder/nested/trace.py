@@ -81,7 +81,7 @@ def trace(fn: WrappedValue | Callable, /, *args: Any, **kwargs: Any) -> NestedTr
 
     What ``fn`` raises is raised when the trace is replayed, after the effects that it had until then.
     """
-    enclosing = _enclosing("trace")
+    _enclosing("trace")
     _check_callable(unwrap(fn))
     fn, closed_over = plain_closure(fn)
     wrapped_fn, wrapped_args, wrapped_kwargs = wrap_call(fn, args, kwargs)
@@ -90,7 +90,7 @@ def trace(fn: WrappedValue | Callable, /, *args: Any, **kwargs: Any) -> NestedTr
     ukwargs = {k: unwrap(v) for k, v in wrapped_kwargs.items()}
     from thunder.core.jit_ext import trace_level
 
-    results, level = trace_level(ufn, uargs, ukwargs, sharp_edges=enclosing.ctx.sharp_edges, lenient=True)
+    results, level = trace_level(ufn, uargs, ukwargs, sharp_edges=get_compile_data().sharp_edges, lenient=True)
     return NestedTrace(level, results, Lift(wrapped_fn, wrapped_args, wrapped_kwargs, closed_over))
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import textwrap
 from typing import Any
 
+import hypothesis
 import torch
 from hypothesis import strategies as st
 from nested_helpers import assert_same, inlined, plain_call
@@ -39,7 +40,9 @@ class Counter(torch.nn.Module):
         self.absent = None
 
     def forward(self, x):
-        self.total.add_(1)  # in place: to a buffer that is set, stock thunder gives the gradient of all that is computed
+        self.total.add_(
+            1
+        )  # in place: to a buffer that is set, stock thunder gives the gradient of all that is computed
         y = torch.tanh(self.linear(x)) * self.scale + self.total
         return y if self.absent is None else y * self.absent
 
@@ -261,3 +264,23 @@ def compare(source: str) -> str:
     for cut in (plain_call, inlined):
         assert_same(run(source, inlined, cut, compiled=True), reference)
     return outcome
+
+
+def sample(count: int, seed: int) -> list[str]:
+    """``count`` different programs, always the same for the same seed."""
+    found: dict[str, None] = {}
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=4 * count,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(programs())
+    def collect(source: str) -> None:
+        found.setdefault(source)
+
+    collect()
+    return list(found)[:count]

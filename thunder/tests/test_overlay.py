@@ -320,22 +320,47 @@ def test_a_file_that_is_not_there_is_a_difference(small):
     assert thunder_overlay.definitions_hash(str(small.stock)) != small.hash
 
 
+def blocks(file: str) -> dict[str, list[str]]:
+    """The definitions in a file of the installed thunder, as the hash sees them."""
+    return thunder_overlay._top_level_blocks((INSTALLED / file).read_text(encoding="utf-8").splitlines())
+
+
 def test_installed_thunder_is_a_tested_one():
     for file, names in thunder_overlay.TESTED_DEFINITIONS.items():
-        blocks = thunder_overlay._top_level_blocks((INSTALLED / file).read_text(encoding="utf-8").splitlines())
-        assert [name for name in names if name not in blocks] == []
+        assert set(names) <= blocks(file).keys()
     assert thunder_overlay.definitions_hash(str(INSTALLED)) == thunder_overlay.TESTED_HASH
     assert thunder_overlay._mismatch(str(INSTALLED)) is None
 
 
-def test_what_the_patch_replaces_is_in_the_hash():
-    """What it replaces, and what it imports of the installed modules' private names."""
-    used = set(jit_ext._installed)
+def replaced(file: Path) -> set[str]:
+    """The names that a file defines at its top level, or changes or sets an attribute of."""
+    names = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                names.add(ast.unparse(target).partition(".")[0])
+    return names
+
+
+def private_imports(file: Path) -> set[str]:
+    """The private names of the interpreter and of ``jit_ext`` that a file imports."""
+    imports = (
+        node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)
+    )
+    modules = ("thunder.core.interpreter", "thunder.core.jit_ext")
+    return {a.name for node in imports if node.module in modules for a in node.names if a.name.startswith("_")}
+
+
+def test_what_the_patch_builds_on_is_in_the_hash():
+    tested = thunder_overlay.TESTED_DEFINITIONS
+    missing = set(jit_ext._installed).union(*map(private_imports, TREE.rglob("*.py")))
+    missing -= {name for names in tested.values() for name in names}
     for file in TREE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module in ("thunder.core.interpreter", "thunder.core.jit_ext"):
-                used |= {name.name for name in node.names if name.name.startswith("_")}
-    missing = used - {name for names in thunder_overlay.TESTED_DEFINITIONS.values() for name in names}
+        name = file.relative_to(TREE).as_posix().replace("__overlay__", "__init__")
+        if (INSTALLED / name).is_file():
+            missing |= {(name, n) for n in (replaced(file) & blocks(name).keys()) - set(tested.get(name, ()))}
     assert not missing, "add these to TESTED_DEFINITIONS, and set TESTED_HASH to definitions_hash(...)"
 
 

@@ -113,8 +113,8 @@ def autocast_disabled_inside(c, x):
         return c(body, x), c(lambda a: a @ WEIGHT, x).float()
 
 
-# Stock thunder computes these otherwise than eager PyTorch: dropout draws from another distribution, and `requires_grad`
-# of a result is that of the whole computation. Nested they are what they are inline.
+# Stock thunder computes these otherwise than eager PyTorch: dropout draws from another distribution, and the
+# `requires_grad` of a result is that of the whole computation. Nested they are what they are inline.
 
 
 def dropout(c, x):

@@ -58,7 +58,8 @@ def test_inputs_are_arguments_then_captures_in_first_use_order():
 
 def test_a_default_argument_has_no_path():
     def program(call, x):
-        return call(lambda a, b=x.exp(): a * b, x)
+        y = x.exp()
+        return call(lambda a, b=y: a * b, x)
 
     _, (nested,) = trace_in(program)
     assert [(str(i.path), i.is_capture) for i in nested.inputs] == [("args[0]", False), ("None", True)]
