@@ -27,14 +27,18 @@ TESTED_DEFINITIONS = {
     "core/interpreter.py": (
         "InterpreterFrame",
         "InterpreterRuntimeCtx",
+        "MutMappingWrapperMethods",
         "ProvenanceRecord",
         "WrappedValue",
         "_interpret_call",
         "_interpreterruntimectx",
+        "globals_lookup",
         "interpret",
         "interpreter_needs_wrap",
         "populate_attribute_wrapper",
+        "populate_single_dict_item_wrapper",
         "wrap",
+        "wrap_attribute",
     ),
     "core/jit_ext.py": (
         "JitCtx",
@@ -57,7 +61,7 @@ TESTED_DEFINITIONS = {
     ),
     "core/symbol.py": ("Symbol",),
 }
-TESTED_HASH = "67dc5b2f4c8dad31"
+TESTED_HASH = "d751b93ff94de820"
 
 
 def tree() -> str:

@@ -2,8 +2,11 @@
 
 from functools import wraps
 
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph_placeholder
+
 from thunder.core.jit_ext import register_general_jit_lookaside
 from thunder.nested.jitted import jit_lookaside, make_reentrant
+from thunder.nested.regions import region_lookaside
 
 _installed_jit = jit
 
@@ -14,3 +17,4 @@ def jit(fn, /, **options):
 
 
 register_general_jit_lookaside(jit)(jit_lookaside)
+register_general_jit_lookaside(invoke_subgraph_placeholder)(region_lookaside)

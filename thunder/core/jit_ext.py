@@ -8,6 +8,7 @@ from thunder_overlay import execute_installed
 
 execute_installed(globals())
 
+import thunder.core.interpreter as interpreter
 import thunder.nested.levels as levels
 from thunder.common import CompileData  # noqa: F401  (code written for older releases imports it from here)
 from thunder.core.compile_data import compile_data_and_stats  # noqa: F401  (likewise)
@@ -62,8 +63,21 @@ class JitCtx(_installed["JitCtx"]):
 
 
 def _general_jit_wrap_callback(value):
-    get_jit_ctx().level.adopt(value)
-    return _installed["_general_jit_wrap_callback"](value)
+    level = get_jit_ctx().level
+    level.adopt(value)
+    result = _installed["_general_jit_wrap_callback"](value)
+    if level.reads is not None:
+        level.reads.note(value, level)
+    return result
+
+
+def _note_second_path(value, provenance):
+    level = levels.current_level()
+    if level is not None and level.reads is not None:
+        level.reads.note(value, level, provenance)
+
+
+interpreter.second_path_callback = _note_second_path
 
 
 def _general_jit_store_deref_callback(orig_value, name, co_cellsvars, co_freevars):
@@ -99,11 +113,18 @@ def general_jit_lookaside(fn, /, *args, **kwargs):
             return None
         level.before_call(fn, args)
     from thunder.nested.jitted import jitted_lookaside
+    from thunder.nested.regions import module_region
 
-    lookaside = jitted_lookaside(fn)
+    lookaside = jitted_lookaside(fn) or module_region(fn)
     if lookaside is not None:
         return lookaside
-    return _installed["general_jit_lookaside"](fn, *args, **kwargs)
+    lookaside = _installed["general_jit_lookaside"](fn, *args, **kwargs)
+    if level.reads is not None:
+        if lookaside is not None:
+            level.reads.note_lookaside(fn)
+        elif is_opaque(fn):
+            level.reads.note_opaque_call(fn, (*args, *kwargs.values()))
+    return lookaside
 
 
 def leaves_no_scope(lookaside):
@@ -188,7 +209,7 @@ def thunder_general_jit(fn, args, kwargs, /, *, sharp_edges, ad_hoc_executor=Non
     return results
 
 
-def trace_level(fn, args, kwargs, *, sharp_edges, ad_hoc_executor=None, lenient=False):
+def trace_level(fn, args, kwargs, *, sharp_edges, ad_hoc_executor=None, lenient=False, prepare=None):
     """:func:`thunder_general_jit`, which also returns the level that it ran."""
     if not callable(fn):
         raise UntraceableCallableError(f"{fn!r} is not callable, so there is nothing to trace.")
@@ -197,9 +218,13 @@ def trace_level(fn, args, kwargs, *, sharp_edges, ad_hoc_executor=None, lenient=
     if old_form:
         ad_hoc_executor = thunder.extend.TemporaryExecutor() if enclosing is None else enclosing.ctx.ad_hoc_executor
     with levels.enter_level(fn, (args, kwargs), lenient=lenient) as level:
+        if prepare is not None:
+            prepare(level)
         results = _installed["thunder_general_jit"](
             fn, args, kwargs, sharp_edges=sharp_edges, ad_hoc_executor=ad_hoc_executor
         )
         if enclosing is not None:
             results = finish(level, results, unpacked=old_form and not lenient and not has_effects(level))
+    if enclosing is None and level.stats is not None:
+        level.stats.nested_regions = level.regions.report
     return results, level

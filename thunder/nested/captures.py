@@ -22,6 +22,7 @@ from thunder.core.interpreter import (
     WrappedValue,
     _interpret_call,
     get_interpreterruntimectx,
+    populate_single_dict_item_wrapper,
     unwrap,
     wrap,
     wrap_args,
@@ -121,6 +122,13 @@ def path_of(provenance: ProvenanceRecord | None) -> Path | None:
     """The path that a provenance record spells out, or None where it is none (a computed value, a constant)."""
     if provenance is None:
         return None
+    known = provenance.__dict__
+    if "nested_path" not in known:  # records are shared by all that is read from an object
+        known["nested_path"] = _spelled(provenance)
+    return known["nested_path"]
+
+
+def _spelled(provenance: ProvenanceRecord) -> Path | None:
     inst = provenance.inst
     if inst in _ROOTS:
         return Path(_ROOTS[inst])
@@ -159,6 +167,8 @@ class Lift:
     Args:
         fn, args, kwargs: the wrapped function and arguments that the inner level was begun with.
         known: values at the end of paths that the enclosing level cannot walk, see :func:`plain_closure`.
+        direct: whether to look values up directly. Interpreting the look-ups would give the same, slowly; it is
+            needed only where the values have not been read by that path before.
     """
 
     def __init__(
@@ -167,14 +177,16 @@ class Lift:
         args: tuple[WrappedValue, ...],
         kwargs: dict[str, WrappedValue],
         known: dict[Path, WrappedValue] | None = None,
+        direct: bool = False,
     ):
         self.fn, self.args, self.kwargs = fn, args, kwargs
         self._known = known or {}
+        self._direct = direct
         self._found: dict[Path, WrappedValue] = dict(self._known)
 
     def with_arguments(self, args: tuple[WrappedValue, ...], kwargs: dict[str, WrappedValue]) -> Lift:
         """The same for another call of the same function."""
-        return Lift(self.fn, args, kwargs, self._known)
+        return Lift(self.fn, args, kwargs, self._known, self._direct)
 
     def __call__(self, path: Path) -> WrappedValue:
         """The wrapped value of the enclosing level at the end of the path; guards what it reads there.
@@ -206,6 +218,8 @@ class Lift:
         if step == Attr("_model") and isinstance(unwrap(obj), ThunderModule):
             # not as a submodule, which a ThunderModule looks for in the module that it wraps
             return wrap_attribute(unwrap(obj)._model, obj, wrap_const("_model"))
+        if self._direct:
+            return _look_up(obj, step)
         if isinstance(step, Attr):
             value = _interpret_call(getattr, obj, wrap_const(step.name))
         else:
@@ -230,6 +244,25 @@ class Lift:
     def forget(self) -> None:
         """Makes the next look-up read anew, after a change that a replay has made."""
         self._found = dict(self._known)
+
+
+def _look_up(obj: WrappedValue, step: Attr | Item) -> WrappedValue:
+    """What interpreting the load of an attribute, or a subscript, of a plain object ends in."""
+    if isinstance(step, Item):
+        if isinstance(obj.value, dict):
+            populate_single_dict_item_wrapper(obj.value[step.key], obj, step.key)
+            return obj.item_wrappers[step.key]
+        obj.track_items()
+        return obj.item_wrappers[step.key]
+    from thunder.core.jit_ext import EXT_FLAG_IS_MODULE_MEMBER_DICT, MODULE_MEMBER_DICT_ATTRS
+
+    known = obj.attribute_wrappers.get(step.name)
+    if known is not None:
+        return known
+    value = wrap_attribute(getattr(obj.value, step.name), obj, wrap_const(step.name))
+    if isinstance(obj.value, torch.nn.Module) and step.name in MODULE_MEMBER_DICT_ATTRS:
+        value.provenance.ext_flag |= EXT_FLAG_IS_MODULE_MEMBER_DICT
+    return value
 
 
 def wrap_call(fn: Any, args: tuple, kwargs: dict) -> tuple[WrappedValue, tuple, dict]:

@@ -1,7 +1,8 @@
 """``thunder.jit``-ed callables inside a program that is traced, called by it or by a lookaside.
 
 Stock thunder interprets them as a part of the caller, with a warning, or, where a lookaside calls one, runs the plain
-function, which cannot work with proxies. Here such a call is an inner level, which is replayed into the caller's trace.
+function, which cannot work with proxies. Here such a call is an inner level, and a region: it is traced once and
+replayed into the caller's trace for every call that reads the same (``regions.py``).
 Of the settings of its own ``thunder.jit`` an inner level has its executors' lookasides, ``sharp_edges`` and options;
 how it is cached, differentiated, transformed and executed is for the caller's to say, because it is one program.
 """
@@ -36,7 +37,7 @@ from thunder.nested.effects import has_effects
 from thunder.nested.errors import ReplayError, name_of
 from thunder.nested.levels import current_level
 from thunder.nested.replay import replay
-from thunder.nested.trace import NestedTrace, as_lookaside, trace
+from thunder.nested.trace import NestedTrace, as_lookaside
 
 
 def make_reentrant(jitted: Callable) -> Callable:
@@ -150,12 +151,13 @@ class _Inner:
         assert data is not None, "the jitted function has been dropped; keep it while its parts are in use"
         stats = self._stats() or CompileStats()  # nobody can ask for those of a jitted function that was dropped
         stats.calls += 1
-        stats.cache_misses += 1
         own = copy.copy(data)
         own.cache_option = get_cache_option()
         own.autocast_stack = AutocastStack()
         with compile_data_and_stats(own, stats):
-            nested = trace(fn, *args, **kwargs)
+            nested, reused = current_level().regions.trace(fn, args, kwargs)
+        stats.cache_hits += reused
+        stats.cache_misses += not reused
         stats.last_prologue_traces = [nested.results.prologue_trace]
         stats.last_traces = [nested.results.computation_trace]
         stats.last_epilogue_traces = [nested.results.epilogue_trace]

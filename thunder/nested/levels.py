@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import thunder.clang as clang
-from thunder.core.compile_data import get_compile_data
+from thunder.core.compile_data import _compile_data, get_compile_data
 from thunder.core.interpreter import (
     InterpreterError,
     InterpreterRuntimeCtx,
@@ -34,6 +34,7 @@ from thunder.core.utils import is_hashable
 from thunder.nested.captures import Lift, Path, path_of
 from thunder.nested.effects import Writes
 from thunder.nested.errors import EscapedProxyError, NestedTracingError, name_of
+from thunder.nested.reads import Reads
 from thunder.nested.stand_ins import stand_in
 
 if TYPE_CHECKING:
@@ -66,6 +67,10 @@ class Level:
         reads_requires_grad: whether the function asked a tensor for ``requires_grad``, which no check records.
         unrepresentable: why the level's own epilogue lacks a result or an effect, if it is lenient.
         final_state: grad mode and autocast at the end of the function.
+        reads: the read set, if the level is traced as a region.
+        ambient: what ``regions.py`` compares beside it.
+        regions: the traces of regions in this compilation.
+        runtimes: the interpreters of the enclosing levels, the nearest first.
         writes: what the function changed in containers and cells that came from outside.
     """
 
@@ -86,13 +91,15 @@ class Level:
         self._reserved: set[str] = set()
         self.own: dict[str, Proxy] = {}
         self._postfixes: dict[str, str] = {}
-        self._runtimes: tuple[InterpreterRuntimeCtx, ...] = ()
+        self.reads: Reads | None = None
+        self.ambient: tuple | None = None
+        self.runtimes: tuple[InterpreterRuntimeCtx, ...] = ()
         self._interprets_root = False
         # proxies of inner levels that have ended, by identity; kept by the outermost level
         self._ended: dict[int, tuple[weakref.ref, str]] = {} if enclosing is None else enclosing._ended
         if enclosing is not None:
             self._reserved = set(enclosing.ctx.computation_trace.names)
-            self._runtimes = (get_interpreterruntimectx(), *enclosing._runtimes)
+            self.runtimes = (get_interpreterruntimectx(), *enclosing.runtimes)
 
     @property
     def depth(self) -> int:
@@ -103,7 +110,21 @@ class Level:
         """Takes the context that ``thunder_general_jit`` made for this level."""
         self.ctx = ctx
         ctx.computation_trace.names |= self._reserved
-        self._interprets_root = self.enclosing is not None and self._runs_lookaside_of_root()
+        if self.enclosing is None:
+            from thunder.nested.regions import Regions, named_regions
+
+            self._region_classes, self._region_modules = named_regions(ctx.compile_data)
+            self.regions = Regions()
+            self.stats = _compile_data.get()[1]
+        else:
+            self.regions = self.enclosing.regions
+            self._interprets_root = self.reads is not None or self._runs_lookaside_of_root()
+
+    def is_region(self, module: Any) -> bool:
+        """Whether the option ``nested_regions`` of the outermost level names the module or its class."""
+        if self.enclosing is not None:
+            return self.enclosing.is_region(module)
+        return isinstance(module, self._region_classes) or id(module) in self._region_modules
 
     def is_foreign(self, proxy: Proxy) -> bool:
         """Whether the proxy belongs to an enclosing level."""
@@ -150,7 +171,7 @@ class Level:
             if uvalue.name in self._reserved and isinstance(uvalue, (TensorProxy, NumberProxy)):
                 value.register_proxy(stand_in(self, uvalue, value.provenance))
                 value.python_typ = self._python_type(uvalue)
-        elif self._runtimes and isinstance(uvalue, (dict, list)):
+        elif self.runtimes and isinstance(uvalue, (dict, list)):
             self._adopt_changed_container(value)
 
     def _python_type(self, foreign: Proxy) -> type:
@@ -165,7 +186,7 @@ class Level:
     def _adopt_changed_container(self, value: WrappedValue) -> None:
         """Enclosing levels record changes to containers in copies; what they changed must be read here, too."""
         container = value.value
-        for runtime in self._runtimes:
+        for runtime in self.runtimes:
             known = runtime._known_wrappers.get(id(container))
             wrapper = known[0]() if known is not None else None
             if wrapper is not None and wrapper.original_value is container:
@@ -193,7 +214,7 @@ class Level:
 
         Then the root function is interpreted: to look it aside once more would never end.
         """
-        from thunder.core.jit_ext import _general_jit_lookaside_map
+        from thunder.core.jit_ext import _general_jit_lookaside_map, trace_level
 
         try:
             lookaside = _general_jit_lookaside_map.get(_plain(self.fn))
@@ -201,9 +222,11 @@ class Level:
             return False
         code = getattr(inspect.unwrap(lookaside), "__code__", None) if lookaside is not None else None
         frame = sys._getframe() if code is not None else None
-        while frame is not None:
+        levels = 0  # a lookaside that runs in an enclosing level has begun that level's inner level, not this one
+        while frame is not None and levels < 2:
             if frame.f_code is code:
                 return True
+            levels += frame.f_code is trace_level.__code__
             frame = frame.f_back
         return False
 
@@ -217,9 +240,18 @@ class Level:
     def before_call(self, fn: Callable, args: tuple) -> None:
         """Before anything is called: notes what the call reads or changes outside the function, in ways of its own."""
         if fn is _READS_REQUIRES_GRAD:
-            self.reads_requires_grad = True
+            for level in self.and_enclosing_regions():
+                level.reads_requires_grad = True
         elif is_hashable(fn):
             self.writes.before_call(self, fn, args)
+
+    def and_enclosing_regions(self) -> Iterator[Level]:
+        """This level, and those around it that are traced as regions: what one reads, they have read."""
+        level: Level | None = self
+        while level is not None:
+            if level is self or level.reads is not None:
+                yield level
+            level = level.enclosing
 
     def observe(self, run: Callable) -> Callable:
         """Lets the level see the result and the errors of the interpreted function."""

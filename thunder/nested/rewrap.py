@@ -189,3 +189,21 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, types.MethodType):
         return (value.__self__,)
     return () if callable(value) else getattr(value, "__dict__", {}).values()
+
+
+def is_rebuilt_from_parts(level: Level, value: Any) -> bool:
+    """Whether a result consists of what the level computed, of what paths lead to, and of plain constants.
+
+    Then the result of another call can be built from that call's parts.
+    """
+    if not isinstance(value, WrappedValue):
+        return isinstance(value, _ATOMS)
+    if isinstance(value.value, Proxy):
+        return not level.is_foreign(value.value)
+    if path_of(value.provenance) is not None or isinstance(value.value, _ATOMS):
+        return True
+    if type(value.value) in (tuple, list):
+        return all(is_rebuilt_from_parts(level, w) for w in value.item_wrappers)
+    if type(value.value) is dict:
+        return all(is_rebuilt_from_parts(level, value.item_wrappers.get(k)) for k in value.value)
+    return False

@@ -16,8 +16,8 @@ from thunder.core.interpreter import (
     unwrap,
     wrap,
 )
-from thunder.core.prims import OpTags, PrimIDs
-from thunder.core.proxies import Proxy, is_proxy_name_available, variableify
+from thunder.core.prims import OpTags, PrimIDs, shallow_copy
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, is_proxy_name_available, variableify
 from thunder.core.symbol import Symbol, has_tags
 from thunder.core.trace import TraceCtx, TraceResults, get_tracectx
 from thunder.nested.captures import Lift, Path, plain_closure, wrap_call
@@ -81,6 +81,11 @@ def trace(fn: WrappedValue | Callable, /, *args: Any, **kwargs: Any) -> NestedTr
 
     What ``fn`` raises is raised when the trace is replayed, after the effects that it had until then.
     """
+    return trace_with(fn, args, kwargs)
+
+
+def trace_with(fn: Any, args: tuple, kwargs: dict, prepare: Callable[[Level], None] | None = None) -> NestedTrace:
+    """:func:`trace`; ``prepare`` gets the level before the function is interpreted."""
     _enclosing("trace")
     _check_callable(unwrap(fn))
     fn, closed_over = plain_closure(fn)
@@ -90,7 +95,9 @@ def trace(fn: WrappedValue | Callable, /, *args: Any, **kwargs: Any) -> NestedTr
     ukwargs = {k: unwrap(v) for k, v in wrapped_kwargs.items()}
     from thunder.core.jit_ext import trace_level
 
-    results, level = trace_level(ufn, uargs, ukwargs, sharp_edges=get_compile_data().sharp_edges, lenient=True)
+    results, level = trace_level(
+        ufn, uargs, ukwargs, sharp_edges=get_compile_data().sharp_edges, lenient=True, prepare=prepare
+    )
     return NestedTrace(level, results, Lift(wrapped_fn, wrapped_args, wrapped_kwargs, closed_over))
 
 
@@ -281,7 +288,7 @@ class NestedTrace:
     def _operator_meta(self, made: list[str]) -> Callable:
         def meta(*inputs: Any) -> tuple[Any, ...]:
             replayed = replay(self.computation_trace, inputs, get_tracectx())
-            return tuple(replayed[name] for name in made)
+            return _all_or_none_detached([replayed[name] for name in made])
 
         return meta
 
@@ -346,6 +353,14 @@ class NestedTrace:
         # intermediate values never say that they require a gradient, so it counts only where the function asked
         grad = f", requires_grad={value.requires_grad}" if self._level.reads_requires_grad else ""
         return f"a tensor of shape {tuple(shape)}, {value.dtype}, on {value.device}{grad}"
+
+
+def _all_or_none_detached(outputs: list[Any]) -> tuple[Any, ...]:
+    """Thunder differentiates no operation of which one result is detached: those results become copies that are not."""
+    detached = [isinstance(o, TensorProxy) and ProxyTag.DETACHED_AUTOGRAD_GRAPH in o.tags for o in outputs]
+    if all(detached):
+        return tuple(outputs)
+    return tuple(shallow_copy(o) if is_detached else o for o, is_detached in zip(outputs, detached))
 
 
 class Operator(Symbol):

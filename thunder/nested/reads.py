@@ -1,0 +1,284 @@
+"""What a level read from outside, and whether another call would read the same: the read set of a region.
+
+Every value that is reached by a path is noted with a *fingerprint* of what was found there. Tensors are inputs, so
+their metadata is; numbers, strings and None count by value; modules and other objects by type, because what is read
+from them is noted on its own; containers by type and keys or length; functions by identity, or by code and defaults
+where each call of an enclosing function makes a new one. Beside these, the pattern of which paths lead to the same
+object is compared. A read that cannot be noted makes the trace not reusable, and is named as the reason.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import types
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import thunder.core.devices as devices
+import thunder.core.dtypes as dtypes
+from thunder.core.interpreter import InterpreterRuntimeCtx, ProvenanceRecord, WrappedValue, get_interpreterruntimectx
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.nested.captures import Attr, Path, path_of
+
+if TYPE_CHECKING:
+    from thunder.nested.levels import Level
+
+_VALUES = (int, float, complex, str, bytes, bool, type(None), slice, range, torch.dtype, torch.device, torch.Size)
+_CONSTANTS = (
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
+# made anew whenever they are read, or the same for all
+_NO_IDENTITY = (
+    *_VALUES,
+    *_CONSTANTS,
+    *(tuple, frozenset, types.MethodType, types.FunctionType, types.BuiltinMethodType, types.MethodWrapperType),
+    *(types.CellType, types.MappingProxyType, staticmethod, classmethod, property),
+)
+# types whose methods read nothing but the object itself, which is noted as a whole
+_PURE_OWNERS = {
+    *(str, bytes, int, float, bool, complex, tuple, frozenset, set, type(None), slice, range, type, object, property),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodDescriptorType, types.FunctionType),
+    *(types.WrapperDescriptorType, types.MethodType, types.CellType, classmethod, staticmethod, super, torch.Size),
+    *(types.BuiltinFunctionType, types.MethodWrapperType, types.ClassMethodDescriptorType),
+}
+_PURE_MODULES = {"builtins", "_operator", operator.__name__, math.__name__}
+_UNNOTED = {torch.nn.Module.named_parameters, torch.nn.Module.named_buffers}
+
+
+class Same:
+    """Equal to another one only if it holds the same object."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return getattr(self.value, "__qualname__", None) or repr(self.value)
+
+
+class Unreadable(Exception):
+    """A value that cannot be fingerprinted; the message says why."""
+
+
+def fingerprint(value: Any, path: Path) -> tuple:
+    """What must be found again at ``path`` for a trace to be reused.
+
+    Raises:
+        Unreadable: two values of this kind cannot be told to be the same.
+    """
+    if isinstance(value, TensorProxy):
+        device, dtype = devices.to_torch_device(value.device), dtypes.to_torch_dtype(value.dtype)
+        return ("tensor", tuple(value._shape), dtype, device)
+    if isinstance(value, torch.Tensor):
+        return ("tensor", tuple(value.shape), value.dtype, value.device)
+    if isinstance(value, Proxy):
+        raise Unreadable(f"`{path}` is a number of the enclosing level")
+    if isinstance(value, _VALUES):
+        return (type(value), repr(value) if isinstance(value, float) else value)
+    if isinstance(value, dict):
+        names = path.steps and path.steps[-1] == Attr("__globals__")
+        return (type(value), None if names else tuple(map(_key, value)))
+    if isinstance(value, (list, tuple)):
+        return (type(value), len(value))
+    if isinstance(value, (set, frozenset)):
+        return (type(value), frozenset(map(_key, value)))
+    return _callable_or_object(value, path)
+
+
+def _key(key: Any) -> Any:
+    return key if isinstance(key, _VALUES) else Same(key)
+
+
+def _callable_or_object(value: Any, path: Path) -> tuple:
+    if isinstance(value, types.MethodType):  # the interpreter notes a type's method as a function of its object
+        value = value.__func__
+    if isinstance(value, types.FunctionType):
+        if "<" not in value.__qualname__:
+            return ("function", Same(value))
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items())
+        return ("function", value.__code__, tuple(map(_key, defaults)))
+    if isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)) and value.__self__ is not None:
+        owner = value.__self__
+        return ("built-in method", value.__name__, Same(owner) if isinstance(owner, _CONSTANTS) else type(owner))
+    if isinstance(value, _CONSTANTS):
+        return ("constant", Same(value))
+    if hasattr(type(value), "__next__"):
+        raise Unreadable(f"`{path}` is an iterator ({type(value).__name__}), which a call changes")
+    return ("object", type(value))
+
+
+class Reads:
+    """The read set of a level.
+
+    Attributes:
+        found: fingerprints by path, in the order of the reads.
+        reason: why a trace with these reads cannot be reused, or None.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[Path, tuple] = {}
+        self.identities: dict[Path, Any] = {}
+        self.reason: str | None = None
+        self._of_tensors: set[Path] = set()
+
+    def note(self, value: WrappedValue, level: Level, provenance: ProvenanceRecord | None = None) -> None:
+        """Notes a wrapped value, if a path leads to it and it is read by this path for the first time.
+
+        Args:
+            value: the value.
+            level: the level that has read it.
+            provenance: how it was read, if not as it was first.
+        """
+        path = path_of(provenance or value.provenance)
+        if path is None or path in self.found:
+            return
+        if path.steps and path.parent in self._of_tensors:
+            self._of_tensors.add(path)  # a tensor's attributes are its metadata, which is noted with it
+            return
+        plain = value.value if value.original_value is value.nothing else value.original_value
+        if isinstance(plain, Proxy) and not level.is_foreign(plain):
+            return
+        try:
+            self.found[path] = fingerprint(plain, path)
+        except Unreadable as unreadable:
+            self.refuse(str(unreadable))
+        else:
+            self.identities[path] = identity(plain)
+            if isinstance(plain, (Proxy, torch.Tensor)):
+                self._of_tensors.add(path)
+
+    def note_opaque_call(self, fn: Callable, args: Iterable[WrappedValue]) -> None:
+        """Notes the call of a function that the interpreter cannot look into."""
+        frame = get_interpreterruntimectx().peek_frame_stack()
+        if frame is not None and _is_thunder(frame.module):
+            return  # thunder's own operators read their arguments
+        owner = getattr(fn, "__objclass__", None) or (None if fn.__self__ is None else type(fn.__self__))
+        is_exception = isinstance(owner, type) and issubclass(owner, BaseException)
+        if owner in _PURE_OWNERS or is_exception or getattr(fn, "__name__", None) == "__new__":
+            return
+        known = getattr(fn, "__module__", None) or ""
+        of_torch = known.startswith("torch") or getattr(torch._C, fn.__name__, None) == fn
+        if (known in _PURE_MODULES or of_torch) and all(_is_plain(a.value) for a in args):
+            return
+        self.refuse(f"it calls `{getattr(fn, '__qualname__', fn)}`, whose reads cannot be noted")
+
+    def note_lookaside(self, fn: Callable) -> None:
+        """Notes the call of a function whose lookaside reads without the interpreter."""
+        if fn in _UNNOTED:
+            self.refuse(f"it calls `{fn.__qualname__}`, whose reads cannot be noted")
+
+    def refuse(self, reason: str) -> None:
+        """Makes traces with these reads not reusable; the first reason is kept."""
+        self.reason = self.reason or reason
+
+    def difference(self, resolve: Callable[[Path], Any]) -> str | None:
+        """What is not as it was read, for people; None if all is the same.
+
+        Args:
+            resolve: gives the value that a call has at a path; raises LookupError where there is none.
+        """
+        identities: dict[Path, Any] = {}
+        for path, expected in self.found.items():
+            try:
+                value = resolve(path)
+                found = fingerprint(value, path)
+            except (LookupError, Unreadable):
+                return f"`{path}` cannot be read"
+            if found != expected:
+                return f"`{path}` is {_spoken(found)}, was {_spoken(expected)}"
+            identities[path] = identity(value)
+        if _pattern(identities) != _pattern(self.identities):
+            return "other paths lead to the same object"
+        return None
+
+
+def _is_thunder(module: str | None) -> bool:
+    if module is None or module.startswith("thunder.tests"):
+        return False
+    return module.startswith(("thunder.", "optree."))  # optree walks the arguments of thunder's operators
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (*_VALUES, *_CONSTANTS, Proxy, torch.Tensor, types.FunctionType)) or (
+        isinstance(value, (tuple, list)) and all(map(_is_plain, value))
+    )
+
+
+def identity(value: Any) -> Any:
+    """What tells whether two paths lead to the same object; None for values whose identity no program goes by."""
+    if isinstance(value, Proxy):
+        return value.name
+    return None if isinstance(value, _NO_IDENTITY) else Same(value)
+
+
+def _pattern(identities: dict[Path, Any]) -> list[int | None]:
+    first: dict[Any, int] = {}
+    return [None if i is None else first.setdefault(i, n) for n, i in enumerate(identities.values())]
+
+
+def _spoken(found: tuple) -> str:
+    kind, *rest = found
+    if kind == "tensor":
+        return f"a tensor of {tuple(rest[0])}, {rest[1]}, {rest[2]}"
+    if isinstance(kind, type):
+        return (
+            f"a {kind.__name__} with the keys {rest[0]}" if issubclass(kind, dict) else f"{kind.__name__} {rest[0]!r}"
+        )
+    return " ".join(getattr(r, "__name__", None) or getattr(r, "co_name", None) or repr(r) for r in rest)
+
+
+class Resolve:
+    """Finds the plain values at the paths of a call, as the enclosing levels see them just now.
+
+    Args:
+        fn, args, kwargs: the wrapped function and arguments of the call.
+        runtimes: the interpreters of the enclosing levels, which hold copies of the containers that they have changed.
+    """
+
+    def __init__(self, fn: Any, args: tuple, kwargs: dict, runtimes: Iterable[InterpreterRuntimeCtx]):
+        plain_args = tuple(_original(a) for a in args)
+        plain_kwargs = {k: _original(v) for k, v in kwargs.items()}
+        self._runtimes = tuple(runtimes)
+        self._values = {Path("fn"): _original(fn), Path("args"): plain_args, Path("kwargs"): plain_kwargs}
+
+    def __call__(self, path: Path) -> Any:
+        if path not in self._values:
+            obj, step = self(path.parent), path.steps[-1]
+            self._values[path] = self._attribute(obj, step.name) if isinstance(step, Attr) else obj[step.key]
+        return self._values[path]
+
+    def _attribute(self, obj: Any, name: str) -> Any:
+        members = getattr(obj, "__dict__", None)
+        if name == "__dict__" or not isinstance(members, dict):
+            value = getattr(obj, name, self)
+        else:
+            changed = self._current(members)
+            value = changed[name] if name in changed else getattr(obj, name, self)
+        if value is self:
+            raise LookupError(name)
+        return self._current(value)
+
+    def _current(self, container: Any) -> Any:
+        if isinstance(container, (dict, list)):
+            for runtime in self._runtimes:
+                known = runtime._known_wrappers.get(id(container))
+                wrapper = known[0]() if known is not None else None
+                if wrapper is not None and wrapper.original_value is container:
+                    return wrapper.value
+        return container
+
+
+def _original(wrapped: Any) -> Any:
+    return wrapped.value if isinstance(wrapped, WrappedValue) else wrapped
