@@ -129,11 +129,12 @@ def has_effects(level: Level) -> bool:
     return bool(level.ctx._additional_outputs) or len(level.writes) > 0
 
 
-def replay_effects(level: Level, lift: Lift, rewrap: Callable[[Any], WrappedValue]) -> None:
+def replay_effects(level: Level, enclosing: Level, lift: Lift, rewrap: Callable[[Any], WrappedValue]) -> None:
     """Makes, in the enclosing level, the changes that the function of ``level`` made.
 
     Args:
         level: the inner level, which has ended.
+        enclosing: the level in which the changes are made.
         lift: finds the changed objects in the enclosing level.
         rewrap: gives the enclosing level's value for a (wrapped) value of the inner level.
     """
@@ -145,8 +146,8 @@ def replay_effects(level: Level, lift: Lift, rewrap: Callable[[Any], WrappedValu
         target = lift(write.path)
         if isinstance(write.wrapper.value, CellType):
             value = rewrap(write.wrapper.attribute_wrappers["cell_contents"])
-            if level.enclosing.enclosing is not None:
-                level.enclosing.writes.before_cell(target)
+            if enclosing.enclosing is not None:
+                enclosing.writes.before_cell(target)
             target.value.cell_contents = value.value
             populate_attribute_wrapper(target, "cell_contents", value)
         else:

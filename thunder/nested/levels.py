@@ -33,7 +33,7 @@ from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
 from thunder.core.utils import is_hashable
 from thunder.nested.captures import Lift, Path, path_of
 from thunder.nested.effects import Writes
-from thunder.nested.errors import EscapedProxyError, NestedTracingError, name_of
+from thunder.nested.errors import CaptureError, EscapedProxyError, NestedTracingError, name_of
 from thunder.nested.reads import Reads
 from thunder.nested.stand_ins import stand_in
 
@@ -67,7 +67,8 @@ class Level:
         reads_requires_grad: whether the function asked a tensor for ``requires_grad``, which no check records.
         unrepresentable: why the level's own epilogue lacks a result or an effect, if it is lenient.
         final_state: grad mode and autocast at the end of the function.
-        reads: the read set, if the level is traced as a region.
+        reads: the read set, if the level is traced as a region or inside of one.
+        is_traced_as_region: whether it is a region itself, whose root function is not looked aside once more.
         ambient: what ``regions.py`` compares beside it.
         regions: the traces of regions in this compilation.
         runtimes: the interpreters of the enclosing levels, the nearest first.
@@ -92,6 +93,7 @@ class Level:
         self.own: dict[str, Proxy] = {}
         self._postfixes: dict[str, str] = {}
         self.reads: Reads | None = None
+        self.is_traced_as_region = False
         self.ambient: tuple | None = None
         self.runtimes: tuple[InterpreterRuntimeCtx, ...] = ()
         self._interprets_root = False
@@ -100,6 +102,8 @@ class Level:
         if enclosing is not None:
             self._reserved = set(enclosing.ctx.computation_trace.names)
             self.runtimes = (get_interpreterruntimectx(), *enclosing.runtimes)
+            if enclosing.reads is not None:
+                self.reads = Reads()
 
     @property
     def depth(self) -> int:
@@ -118,7 +122,7 @@ class Level:
             self.stats = _compile_data.get()[1]
         else:
             self.regions = self.enclosing.regions
-            self._interprets_root = self.reads is not None or self._runs_lookaside_of_root()
+            self._interprets_root = self.is_traced_as_region or self._runs_lookaside_of_root()
 
     def is_region(self, module: Any) -> bool:
         """Whether the option ``nested_regions`` of the outermost level names the module or its class."""
@@ -277,7 +281,7 @@ class Level:
         return observed
 
     def guard(self, lift: Lift) -> None:
-        """Reads in the enclosing level all that this level read by a path, so that it is guarded there, too."""
+        """Reads in the level that goes on now all that this level read by a path, so that it is guarded there, too."""
         for check, *values in self.ctx._constraints:
             static = check is clang.check_number_type_and_value
             for value in values:
@@ -287,6 +291,18 @@ class Level:
                 outer = lift(path).value
                 if static and isinstance(outer, NumberProxy):
                     outer.make_static_constrained()  # the inner level has relied on its value
+        if current_level().reads is not None:
+            self._pass_on_reads(lift, current_level().reads)
+
+    def _pass_on_reads(self, lift: Lift, reads: Reads) -> None:
+        """What this level read, the region that encloses it has read, too, also where no guard records it."""
+        if self.reads.reason is not None:
+            reads.refuse(self.reads.reason)
+        for path in self.reads.found:
+            try:
+                lift(path)
+            except CaptureError as error:
+                reads.refuse(str(error))
 
     def retire(self) -> None:
         """Remembers the level's proxies as those of a level that has ended."""

@@ -150,8 +150,10 @@ class Reads:
         plain = value.value if value.original_value is value.nothing else value.original_value
         if isinstance(plain, Proxy) and not level.is_foreign(plain):
             return
+        # of a container that an enclosing level has changed, the changed copy is read
+        read = value.value if isinstance(plain, (dict, list)) else plain
         try:
-            self.found[path] = fingerprint(plain, path)
+            self.found[path] = fingerprint(read, path)
         except Unreadable as unreadable:
             self.refuse(str(unreadable))
         else:

@@ -1,8 +1,8 @@
 """Regions: functions that are traced once and replayed many times. When a trace is reused, and what is told of it.
 
 NOTE [regions]. The table of traces belongs to the outermost level, so it lives as long as one tracing and keeps no
-model alive. A trace is reused for a call with the same code, grad mode, autocast, default dtype and device, from the
-same level, if everything that its tracing read is found again (``reads.py``). Its inputs are then looked up by their
+model alive. A trace is reused for a call with the same code, grad mode, autocast, default dtype and device, from any
+level, if everything that its tracing read is found again (``reads.py``). Its inputs are then looked up by their
 paths from the new function and arguments, and its guards are raised to the enclosing level for the new objects. The
 replayed computation has the operations that tracing would have recorded.
 """
@@ -122,8 +122,6 @@ class Regions:
         reasons = []
         resolve = Resolve(fn, args, kwargs, (get_interpreterruntimectx(), *level.runtimes))
         for entry in reversed(entries):
-            if entry.level.enclosing is not level:
-                continue
             if entry.ambient != ambient or entry.shape != shape:
                 reasons.append("grad mode, autocast, defaults or the number of arguments differ")
                 continue
@@ -151,7 +149,7 @@ class Regions:
 
 
 def _as_region(level: Level) -> None:
-    level.reads, level.ambient = Reads(), _ambient()
+    level.is_traced_as_region, level.reads, level.ambient = True, Reads(), _ambient()
 
 
 def _not_replayable(nested: NestedTrace) -> str | None:

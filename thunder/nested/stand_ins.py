@@ -9,7 +9,7 @@ import thunder.clang as clang
 from thunder.core.compile_data import get_cache_option
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst
 from thunder.core.options import CACHE_OPTIONS
-from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
+from thunder.core.proxies import CONSTRAINT, NumberProxy, Proxy, TensorProxy
 
 if TYPE_CHECKING:
     from thunder.nested.levels import Level
@@ -63,6 +63,8 @@ def _tensor(level: Level, foreign: TensorProxy, history: ProvenanceRecord | None
 def _number(level: Level, foreign: NumberProxy, history: ProvenanceRecord | None) -> NumberProxy:
     if foreign.name not in level.own:
         own = like(foreign, level.ctx.computation_trace.make_name(prefix=foreign.prefix))
+        if foreign.value is None:  # it is known when the program runs (`.item()`), and cannot be guarded
+            own.constraint = CONSTRAINT.DYNAMIC
         _note(level, foreign, own, history)
     return level.own[foreign.name]
 

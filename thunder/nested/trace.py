@@ -145,6 +145,8 @@ class NestedTrace:
 
     def __init__(self, level: Level, results: TraceResults, lift: Lift):
         self.results = results
+        # of a reused trace another one than the level was made in
+        self._enclosing = current_level()
         self._level, self._lift = level, lift
         self._replayed = False
         level.guard(lift)
@@ -267,7 +269,7 @@ class NestedTrace:
 
     def _rename(self) -> None:
         """The enclosing level names its values after the inner function's variables, as it would inline."""
-        swapmap = self._level.enclosing.ctx._proxy_swapmap
+        swapmap = self._enclosing.ctx._proxy_swapmap
         own = {self._level.final_name(p): p for p in own_inputs(self._level)}
         for i in self.inputs:
             renamed = own[i.proxy.name].name != i.proxy.name
@@ -279,7 +281,7 @@ class NestedTrace:
         lift = lift or self._lift
         self._replayed = True
         rewrap = Rewrap(self._level, lift, replayed)
-        replay_effects(self._level, lift, rewrap)
+        replay_effects(self._level, self._enclosing, lift, rewrap)
         set_ambient_state(get_compile_data(), self._level.final_state)
         if self.exception is not None:
             raise rewrap.exception(self.exception)
@@ -302,9 +304,9 @@ class NestedTrace:
 
     def _check_level(self, method: str) -> None:
         enclosing = _enclosing(f"NestedTrace.{method}")
-        if enclosing is not self._level.enclosing:
+        if enclosing is not self._enclosing:
             raise LevelError(
-                f"The trace of {name_of(self.fn)} was made while {name_of(self._level.enclosing.fn)} was traced, and "
+                f"The trace of {name_of(self.fn)} was made while {name_of(self._enclosing.fn)} was traced, and "
                 f"`{method}` is called while {name_of(enclosing.fn)} is. Trace the function anew, with "
                 f"`thunder.nested.trace`, in the lookaside that uses it."
             )

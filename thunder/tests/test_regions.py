@@ -478,6 +478,61 @@ def test_nested_call_inside_a_region():
     assert counts(jitted) == [(1, 1)]
 
 
+@pytest.mark.parametrize("change", ("absent", "activation", "hook"))
+def test_what_a_level_inside_a_region_reads_the_region_has_read(change):
+    """Also what no guard records: None, functions, hooks."""
+
+    class Outer(torch.nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            self.block = Block(seed)
+
+        def forward(self, x):
+            return inlined(lambda a: inlined(self.block, a) * 2, x)
+
+    model = torch.nn.Sequential(Outer(0), Outer(2), Outer(4))
+    block = model[1].block
+    if change == "hook":
+        block.register_forward_hook(lambda module, args, result: result * 2)
+    else:
+        setattr(block, change, 2.0 if change == "absent" else torch.sin)
+    eager = torch.nn.Sequential(*(lambda_module(m.block) for m in model))
+    check_model(model, [(2, 1)], named=(Outer,), eager=eager)
+
+
+def lambda_module(block):
+    class Doubled(torch.nn.Module):
+        def forward(self, x):
+            return block(x) * 2
+
+    return Doubled()
+
+
+def test_a_call_that_cannot_be_noted_inside_a_level_inside_a_region():
+    import time
+
+    def program(x):
+        @region
+        def body(a):
+            return inlined(lambda b: (time.perf_counter(), b.sin())[1], a)
+
+        return body(x) + body(x)
+
+    jitted = jit(program)
+    assert_same(jitted(X), program(X))
+    assert counts(jitted) == [(2, 0)]
+
+
+def test_checkpoint_around_regions():
+    class Around(Model):
+        def forward(self, x):
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return x
+
+    check_model(Around(3), [(1, 2)])
+
+
 # Bounds, and what is told
 
 
