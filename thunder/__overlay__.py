@@ -18,3 +18,5 @@ def jit(fn, /, **options):
 
 register_general_jit_lookaside(jit)(jit_lookaside)
 register_general_jit_lookaside(invoke_subgraph_placeholder)(region_lookaside)
+
+import thunder.torch.higher_order  # noqa: F401, E402

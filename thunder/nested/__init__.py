@@ -19,9 +19,9 @@ from thunder.nested.errors import OutsideTraceError as OutsideTraceError
 from thunder.nested.errors import ReplayError as ReplayError
 from thunder.nested.errors import ResultError as ResultError
 from thunder.nested.errors import UntraceableCallableError as UntraceableCallableError
+from thunder.nested.lookasides import lookaside as lookaside
 from thunder.nested.regions import RegionReport as RegionReport
 from thunder.nested.regions import report as report
 from thunder.nested.trace import Input as Input
 from thunder.nested.trace import NestedTrace as NestedTrace
-from thunder.nested.trace import lookaside as lookaside
 from thunder.nested.trace import trace as trace

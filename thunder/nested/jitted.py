@@ -36,8 +36,9 @@ from thunder.core.utils import AutocastStack
 from thunder.nested.effects import has_effects
 from thunder.nested.errors import ReplayError, name_of
 from thunder.nested.levels import current_level
+from thunder.nested.lookasides import as_lookaside
 from thunder.nested.replay import replay
-from thunder.nested.trace import NestedTrace, as_lookaside
+from thunder.nested.trace import NestedTrace
 
 
 def make_reentrant(jitted: Callable) -> Callable:

@@ -24,9 +24,10 @@ from thunder.core.trace import TraceResults
 from thunder.nested.captures import Lift, wrap_call
 from thunder.nested.errors import ArgumentError, OutsideTraceError, name_of
 from thunder.nested.levels import Level, ambient_state, current_level
+from thunder.nested.lookasides import as_lookaside
 from thunder.nested.reads import Reads, Resolve
 from thunder.nested.rewrap import is_rebuilt_from_parts
-from thunder.nested.trace import NestedTrace, as_lookaside, trace_with
+from thunder.nested.trace import NestedTrace, trace_with
 
 MAX_TRACES = 8  # for each region and outer compilation, as torch.compile has
 

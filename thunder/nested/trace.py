@@ -8,13 +8,8 @@ from typing import Any
 
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import (
-    InterpreterError,
-    ProvenanceRecord,
-    PseudoInst,
     WrappedValue,
-    do_raise,
     unwrap,
-    wrap,
 )
 from thunder.core.prims import OpTags, PrimIDs, shallow_copy
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, is_proxy_name_available, variableify
@@ -26,7 +21,6 @@ from thunder.nested.errors import (
     ArgumentError,
     InPlaceError,
     LevelError,
-    NestedTracingError,
     OutsideTraceError,
     ReplayError,
     UntraceableCallableError,
@@ -99,39 +93,6 @@ def trace_with(fn: Any, args: tuple, kwargs: dict, prepare: Callable[[Level], No
         ufn, uargs, ukwargs, sharp_edges=get_compile_data().sharp_edges, lenient=True, prepare=prepare
     )
     return NestedTrace(level, results, Lift(wrapped_fn, wrapped_args, wrapped_kwargs, closed_over))
-
-
-def lookaside(diverted_fn: Callable) -> Callable[[Callable], Callable]:
-    """Registers a lookaside for ``diverted_fn`` whose exceptions are those of the program that is traced.
-
-    A lookaside registered so gets wrapped values and returns one, like one of ``register_general_jit_lookaside``. In
-    addition, what it raises, or what the function that it traces raises, can be caught by the traced program.
-
-    Args:
-        diverted_fn: the function that the lookaside replaces during tracing.
-    """
-    from thunder.core.jit_ext import register_general_jit_lookaside
-
-    def register(fn: Callable) -> Callable:
-        @register_general_jit_lookaside(diverted_fn)
-        def _nested_lookaside(*args: WrappedValue, **kwargs: WrappedValue) -> Any:
-            return as_lookaside(lambda: fn(*args, **kwargs))
-
-        _nested_lookaside.__wrapped__ = fn
-        return fn
-
-    return register
-
-
-def as_lookaside(run: Callable[[], Any]) -> Any:
-    """Runs a lookaside; gives its wrapped result, or the interpreter's signal for an exception of the program."""
-    try:
-        result = run()
-    except (InterpreterError, NestedTracingError):
-        raise  # no exception of the program, which must not catch it: the program cannot be traced
-    except Exception as error:
-        return do_raise(error)
-    return wrap(result, provenance=ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[]))
 
 
 class NestedTrace:

@@ -1,0 +1,42 @@
+"""How a lookaside of nested tracing is registered, and how it tells the interpreter of an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from thunder.core.interpreter import InterpreterError, ProvenanceRecord, PseudoInst, WrappedValue, do_raise, wrap
+from thunder.nested.errors import NestedTracingError
+
+
+def lookaside(diverted_fn: Callable) -> Callable[[Callable], Callable]:
+    """Registers a lookaside for ``diverted_fn`` whose exceptions are those of the program that is traced.
+
+    A lookaside registered so gets wrapped values and returns one, like one of ``register_general_jit_lookaside``. In
+    addition, what it raises, or what the function that it traces raises, can be caught by the traced program.
+
+    Args:
+        diverted_fn: the function that the lookaside replaces during tracing.
+    """
+    from thunder.core.jit_ext import register_general_jit_lookaside
+
+    def register(fn: Callable) -> Callable:
+        @register_general_jit_lookaside(diverted_fn)
+        def _nested_lookaside(*args: WrappedValue, **kwargs: WrappedValue) -> Any:
+            return as_lookaside(lambda: fn(*args, **kwargs))
+
+        _nested_lookaside.__wrapped__ = fn
+        return fn
+
+    return register
+
+
+def as_lookaside(run: Callable[[], Any]) -> Any:
+    """Runs a lookaside; gives its wrapped result, or the interpreter's signal for an exception of the program."""
+    try:
+        result = run()
+    except (InterpreterError, NestedTracingError):
+        raise  # no exception of the program, which must not catch it: the program cannot be traced
+    except Exception as error:
+        return do_raise(error)
+    return wrap(result, provenance=ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[]))

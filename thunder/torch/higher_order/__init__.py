@@ -1,0 +1,5 @@
+"""PyTorch's operators that take functions, under ``thunder.jit``: one module for each."""
+
+import thunder.torch.higher_order.autograd_function  # noqa: F401
+import thunder.torch.higher_order.checkpoint  # noqa: F401
+import thunder.torch.higher_order.cond  # noqa: F401
