@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from nested_helpers import check, inlined, jit, operator, plain_call, twice_deep
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import thunder
-from thunder.tests.nested_helpers import check, inlined, jit, operator, plain_call, twice_deep
 from thunder.torch.higher_order.gradient_rule import AutogradFunctionError
 
 CALLS = (plain_call, inlined, operator, twice_deep)
