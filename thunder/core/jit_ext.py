@@ -121,7 +121,7 @@ def general_jit_lookaside(fn, /, *args, **kwargs):
     lookaside = _installed["general_jit_lookaside"](fn, *args, **kwargs)
     if level.reads is not None:
         if lookaside is not None:
-            level.reads.note_lookaside(fn)
+            level.reads.note_lookaside(fn, args)
         elif is_opaque(fn):
             level.reads.note_opaque_call(fn, (*args, *kwargs.values()))
     return lookaside

@@ -52,17 +52,29 @@ class Write:
     original: Any
 
 
+@dataclasses.dataclass
+class SlotWrite:
+    """A slot of an object from outside that was set: thunder records what is in a ``__dict__`` only."""
+
+    path: Path
+    obj: Any
+    name: str
+    original: Any
+    value: WrappedValue
+
+
 class Writes:
     """The containers and cells from outside that the function of a level has changed, in order of the first change."""
 
     def __init__(self) -> None:
         self._writes: dict[int, Write] = {}
+        self.slots: dict[tuple[int, str], SlotWrite] = {}
 
     def __iter__(self) -> Iterator[Write]:
         return iter(self._writes.values())
 
     def __len__(self) -> int:
-        return len(self._writes)
+        return len(self._writes) + len(self.slots)
 
     def of(self, wrapper: WrappedValue) -> Write | None:
         """The record of a changed container or cell, or None where it is unchanged."""
@@ -70,6 +82,8 @@ class Writes:
 
     def before_call(self, level: Level, fn: Callable, args: tuple) -> None:
         """Before a method changes a container that came from outside: lets it change a copy instead."""
+        if fn is object.__setattr__ and len(args) == 3:
+            self._before_slot(*args)
         if not args or fn not in _MUTATORS:
             return
         container = args[0]
@@ -87,6 +101,14 @@ class Writes:
                 level.ctx.proxify(container)
         self._writes[id(container)] = Write(container, path, original)
 
+    def _before_slot(self, obj: WrappedValue, name: WrappedValue, value: WrappedValue) -> None:
+        path, plain, attribute = path_of(obj.provenance), obj.value, unwrap(name)
+        if path is None or hasattr(plain, "__dict__"):
+            return
+        known = self.slots.get((id(plain), attribute))
+        original = getattr(plain, attribute, _EMPTY) if known is None else known.original
+        self.slots[id(plain), attribute] = SlotWrite(path, plain, attribute, original, value)
+
     def before_store_deref(self, frame: InterpreterFrame, name: str) -> None:
         """Before a closure cell is written by the opcode of the frame's current instruction."""
         self.before_cell(next(c for i, c in enumerate(frame.localsplus) if frame.get_localsplus_name(i) == name))
@@ -98,7 +120,12 @@ class Writes:
             self._writes[id(cell)] = Write(cell, path, _contents(unwrap(cell)))
 
     def undo(self) -> None:
-        """Gives cells their contents back (containers were changed in copies)."""
+        """Gives cells and slots their contents back (containers were changed in copies)."""
+        for slot in self.slots.values():
+            if slot.original is _EMPTY:
+                object.__delattr__(slot.obj, slot.name)
+            else:
+                object.__setattr__(slot.obj, slot.name, slot.original)
         for write in self:
             if isinstance(write.wrapper.value, CellType):
                 if write.original is _EMPTY:
@@ -121,7 +148,7 @@ def written_values(level: Level) -> list[Any]:
         w.wrapper.attribute_wrappers["cell_contents"] if isinstance(w.wrapper.value, CellType) else w.wrapper
         for w in level.writes
     ]
-    return [unwrap(v) for v in (*members, *written)]
+    return [unwrap(v) for v in (*members, *written, *(slot.value for slot in level.writes.slots.values()))]
 
 
 def has_effects(level: Level) -> bool:
@@ -152,6 +179,10 @@ def replay_effects(level: Level, enclosing: Level, lift: Lift, rewrap: Callable[
             populate_attribute_wrapper(target, "cell_contents", value)
         else:
             _assign_container(target, write.wrapper, rewrap)
+    for slot in level.writes.slots.values():
+        target, value = lift(slot.path), rewrap(slot.value)
+        _call(object.__setattr__, target, wrap_const(slot.name), value)
+        target.attribute_wrappers[slot.name] = value
     lift.forget()
 
 

@@ -49,6 +49,7 @@ _PURE_OWNERS = {
     *(types.BuiltinFunctionType, types.MethodWrapperType, types.ClassMethodDescriptorType),
 }
 _PURE_MODULES = {"builtins", "_operator", operator.__name__, math.__name__}
+_OWN_DICTS = tuple(map(Attr, ("__dict__", "_parameters", "_buffers", "_modules")))
 _UNNOTED = {torch.nn.Module.named_parameters, torch.nn.Module.named_buffers}
 
 
@@ -88,13 +89,35 @@ def fingerprint(value: Any, path: Path) -> tuple:
     if isinstance(value, _VALUES):
         return (type(value), repr(value) if isinstance(value, float) else value)
     if isinstance(value, dict):
-        names = path.steps and path.steps[-1] == Attr("__globals__")
-        return (type(value), None if names else tuple(map(_key, value)))
+        last = path.steps[-1] if path.steps else None
+        if last == Attr("__globals__"):
+            return (type(value),)
+        # what is in an object's own dicts is noted when it is read; other dicts may be compared as a whole
+        return (type(value), tuple(map(_key, value)), None if last in _OWN_DICTS else _content(value.values()))
     if isinstance(value, (list, tuple)):
-        return (type(value), len(value))
+        return (type(value), len(value), _content(value))
     if isinstance(value, (set, frozenset)):
         return (type(value), frozenset(map(_key, value)))
     return _callable_or_object(value, path)
+
+
+def _content(items: Iterable[Any], depth: int = 4) -> tuple:
+    """The plain values in a container, which functions like ``==`` and ``max`` read without the interpreter."""
+    return tuple(_item(i, depth) for i in items)
+
+
+def _item(item: Any, depth: int) -> Any:
+    if isinstance(item, _VALUES):
+        return (type(item), repr(item) if isinstance(item, float) else item)
+    if isinstance(item, (Proxy, torch.Tensor, torch.nn.Module)) or depth == 0:
+        return None  # noted where it is read
+    if isinstance(item, (list, tuple)):
+        return (type(item), _content(item, depth - 1))
+    if isinstance(item, dict):
+        return (type(item), tuple(map(_key, item)), _content(item.values(), depth - 1))
+    if isinstance(item, (set, frozenset)):
+        return (type(item), frozenset(map(_key, item)))
+    return _compared(item, depth) if not callable(item) else None
 
 
 def _key(key: Any) -> Any:
@@ -116,7 +139,33 @@ def _callable_or_object(value: Any, path: Path) -> tuple:
         return ("constant", Same(value))
     if hasattr(type(value), "__next__"):
         raise Unreadable(f"`{path}` is an iterator ({type(value).__name__}), which a call changes")
-    return ("object", type(value))
+    if isinstance(value, Iterable) and not isinstance(value, (torch.nn.Module, type)) and not _is_own(value):
+        raise Unreadable(f"`{path}` is a {type(value).__name__}, whose content cannot be noted")
+    return ("object", type(value), _slots(value), _compared(value, 4))
+
+
+def _is_own(value: Any) -> bool:
+    """Whether iterating goes through Python code, which the interpreter sees, or a view that Python makes anew."""
+    return isinstance(type(value).__iter__, types.FunctionType) or isinstance(value, types.MappingProxyType)
+
+
+def _slots(value: Any) -> tuple:
+    """Which slots are set, and with what plain values: their descriptors are not interpreted."""
+    slots = [n for t in type(value).__mro__ for n, d in vars(t).items() if isinstance(d, types.MemberDescriptorType)]
+    return tuple((n, _item(getattr(value, n), 1)) for n in slots if hasattr(value, n))
+
+
+def _compared(value: Any, depth: int) -> Any:
+    """What an ``__eq__`` that is not interpreted may compare; nothing for objects that are equal only to themselves."""
+    if type(value).__eq__ is object.__eq__ or isinstance(value, torch.nn.Module):
+        return None
+    if hasattr(value, "__dict__"):
+        return (type(value), tuple(vars(value)), _content(vars(value).values(), depth - 1))
+    try:
+        hash(value)
+    except TypeError:
+        return Same(value)
+    return (type(value), value)
 
 
 class Reads:
@@ -176,10 +225,24 @@ class Reads:
             return
         self.refuse(f"it calls `{getattr(fn, '__qualname__', fn)}`, whose reads cannot be noted")
 
-    def note_lookaside(self, fn: Callable) -> None:
+    def note_lookaside(self, fn: Callable, args: tuple[WrappedValue, ...]) -> None:
         """Notes the call of a function whose lookaside reads without the interpreter."""
         if fn in _UNNOTED:
             self.refuse(f"it calls `{fn.__qualname__}`, whose reads cannot be noted")
+        elif fn is hasattr and args:
+            self._note_attributes(args[0])
+
+    def _note_attributes(self, obj: WrappedValue) -> None:
+        """Whether an object has an attribute depends on its type and on the keys of its ``__dict__``."""
+        path, members = path_of(obj.provenance), getattr(obj.value, "__dict__", None)
+        if path is None or isinstance(obj.value, (Proxy, torch.Tensor)):
+            return
+        if hasattr(type(obj.value), "__getattr__") and not isinstance(obj.value, torch.nn.Module):
+            self.refuse(f"it calls `hasattr` on `{path}`, which has a `__getattr__`")
+        elif isinstance(members, dict):
+            members_path = path.then(Attr("__dict__"))
+            self.found.setdefault(members_path, fingerprint(members, members_path))
+            self.identities.setdefault(members_path, identity(members))
 
     def refuse(self, reason: str) -> None:
         """Makes traces with these reads not reusable; the first reason is kept."""
@@ -234,10 +297,11 @@ def _spoken(found: tuple) -> str:
     kind, *rest = found
     if kind == "tensor":
         return f"a tensor of {tuple(rest[0])}, {rest[1]}, {rest[2]}"
+    rest = [r for r in rest if r not in ((), None)]
     if isinstance(kind, type):
-        return (
-            f"a {kind.__name__} with the keys {rest[0]}" if issubclass(kind, dict) else f"{kind.__name__} {rest[0]!r}"
-        )
+        if issubclass(kind, dict):
+            return f"a {kind.__name__} with the keys {rest[0] if rest else ()}"
+        return f"{kind.__name__} {rest[0] if rest else None!r}"
     return " ".join(getattr(r, "__name__", None) or getattr(r, "co_name", None) or repr(r) for r in rest)
 
 

@@ -147,8 +147,11 @@ class Rewrap:
     def _mentions_inner(self, value: Any) -> bool:
         return bool(reachable_proxies(self.level, [value]))
 
+    def _cell(self, cell: types.CellType) -> types.CellType:
+        return types.CellType(*map(self._plain, _parts(cell))) if self._mentions_inner(cell) else cell
+
     def _function(self, fn: types.FunctionType) -> types.FunctionType:
-        cells = tuple(types.CellType(*map(self._plain, _parts(c))) for c in fn.__closure__)
+        cells = tuple(self._memo(cell, self._cell) for cell in fn.__closure__)  # functions may share a cell
         new = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
         new.__kwdefaults__ = fn.__kwdefaults__
         new.__dict__.update(fn.__dict__)

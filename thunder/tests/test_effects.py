@@ -244,7 +244,42 @@ def returns_changed_list(c, x):
     return result[1], len(result), result is items
 
 
+def slot_of_an_object(c, x):
+    class Slotted:
+        __slots__ = ("count", "last")
+
+    slotted = Slotted()
+    slotted.count = 1.0
+
+    def body(a):
+        slotted.count = slotted.count + 1
+        slotted.last = a.sin()
+        return a * slotted.count
+
+    return c(body, x) * slotted.count, slotted.last
+
+
+def closures_that_share_a_cell(c, x):
+    def make(a):
+        shared = a
+
+        def double():
+            nonlocal shared
+            shared = shared * 2
+
+        def read():
+            return shared
+
+        return double, read
+
+    double, read = c(make, x)
+    double()
+    return read()
+
+
 FUNCTIONS = (
+    slot_of_an_object,
+    closures_that_share_a_cell,
     list_append,
     list_item,
     list_pop,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import gc
 import weakref
 
@@ -121,6 +123,59 @@ def test_a_different_block_is_traced_anew(change, which):
     (report,) = thunder.nested.report(jitted)
     # after the different block the first trace is found again, so only one reason is given
     assert len(report.reasons) == 1 and report.reasons[0].startswith("`fn")
+
+
+@dataclasses.dataclass
+class Value:
+    a: int
+
+
+class Slotted:
+    __slots__ = ("s",)
+
+    def __init__(self, **values):
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+class Plain:
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
+# a function that reads an attribute in a way that the interpreter does not see, and two values that it tells apart
+UNSEEN_READS = {
+    "== of lists": (lambda x, v: x * 2 if v == [0] else x * 3, [0], [1]),
+    "== of dicts": (lambda x, v: x * 2 if v == {"a": 0} else x * 3, {"a": 0}, {"a": 1}),
+    "== of nested lists": (lambda x, v: x * 2 if v == [[0]] else x * 3, [[0]], [[1]]),
+    "== of dataclasses": (lambda x, v: x * 2 if v == Value(1) else x * 3, Value(1), Value(2)),
+    "== of a list of dataclasses": (lambda x, v: x * 2 if v == [Value(1)] else x * 3, [Value(1)], [Value(2)]),
+    "max": (lambda x, v: x * max(v), [1.0, 2.0], [1.0, 3.0]),
+    "sum": (lambda x, v: x * sum(v), [1.0, 2.0], [1.0, 3.0]),
+    "sorted": (lambda x, v: x * sorted(v)[0], [1.0, 2.0], [1.5, 3.0]),
+    "deque": (lambda x, v: [x * i for i in v][-1], collections.deque([2.0]), collections.deque([3.0])),
+    "hasattr": (lambda x, v: x * 2 if hasattr(v, "q") else x * 3, Plain(), Plain(q=1)),
+    "missing slot": (lambda x, v: x * getattr(v, "s", 3.0), Slotted(), Slotted(s=2.0)),
+}
+
+
+@pytest.mark.parametrize("which", (0, 1))
+@pytest.mark.parametrize("case", [pytest.param(c, id=n) for n, c in UNSEEN_READS.items()])
+def test_what_is_read_without_the_interpreter(case, which):
+    fn, *values = case
+
+    class Reading(torch.nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.value = value
+
+        def forward(self, x):
+            return fn(x, self.value)
+
+    model = torch.nn.Sequential(*(Reading(v) for v in (values if which == 0 else values[::-1])))
+    jitted = thunder.jit(model, nested_regions=[Reading])
+    assert_same(jitted(X), model(X))
+    assert counts(jitted) == [(2, 0)]
 
 
 def test_a_subclass_is_a_region_of_its_own():
