@@ -506,7 +506,7 @@ def test_install_and_uninstall(source, tmp_path):
 
     registered, applied = environment.run("-W", "ignore", "-m", "thunder_overlay").splitlines()
     assert registered == "registered (waiting for the first import of thunder)"
-    assert applied.startswith(f"applied (to {INSTALLED}): thunder, thunder.core.jit_ext, ")
+    assert applied.startswith(f"applied (to {INSTALLED}): thunder, thunder.core.interpreter, thunder.core.jit_ext, ")
     assert Path(environment.run("-c", "import thunder_overlay as o; print(o.tree())").strip()) == tree
 
     environment.run("-m", "pip", "uninstall", "-y", "lightning-thunder-nested-jit")
