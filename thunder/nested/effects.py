@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from types import CellType
+from types import CellType, MemberDescriptorType
 from typing import TYPE_CHECKING, Any
 
 from thunder.core.interpreter import (
@@ -103,7 +103,8 @@ class Writes:
 
     def _before_slot(self, obj: WrappedValue, name: WrappedValue, value: WrappedValue) -> None:
         path, plain, attribute = path_of(obj.provenance), obj.value, unwrap(name)
-        if path is None or hasattr(plain, "__dict__"):
+        # setting what is no slot raises, and changes nothing
+        if path is None or not isinstance(getattr(type(plain), attribute, None), MemberDescriptorType):
             return
         known = self.slots.get((id(plain), attribute))
         original = getattr(plain, attribute, _EMPTY) if known is None else known.original

@@ -259,6 +259,23 @@ def slot_of_an_object(c, x):
     return c(body, x) * slotted.count, slotted.last
 
 
+def no_such_slot(c, x):
+    class Slotted:
+        __slots__ = ("count",)
+
+    slotted = Slotted()
+    slotted.count = 1.0
+
+    def body(a):
+        try:
+            slotted.absent = a
+        except AttributeError:
+            slotted.count = 3.0
+        return a * slotted.count
+
+    return c(body, x) * slotted.count
+
+
 def closures_that_share_a_cell(c, x):
     def make(a):
         shared = a
@@ -279,6 +296,7 @@ def closures_that_share_a_cell(c, x):
 
 FUNCTIONS = (
     slot_of_an_object,
+    no_such_slot,
     closures_that_share_a_cell,
     list_append,
     list_item,
