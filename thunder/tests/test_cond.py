@@ -400,7 +400,7 @@ MISUSES = {
     ),
     "structure": (lambda a: (a, a), rf"one structure, but {TRUE} returns \* and {FALSE} returns \('\*', '\*'\)"),
     "constant": (lambda a: 3, rf"at the top {TRUE} returns a .*tensor.* and {FALSE} returns the int 3. Return tensors"),
-    "raises": (raises, rf"{FALSE} of `torch.cond` raises ValueError: no such branch. Both branches are traced"),
+    "raises": (raises, rf"{FALSE} of `torch.cond` raises ValueError: no such branch. It is traced"),
     "in place": (
         lambda a: a.mul_(2),
         rf"{FALSE} of `torch.cond` changes a tensor in place \(`mul_`, .*test_cond.py:\d+",

@@ -3,3 +3,6 @@
 import thunder.torch.higher_order.autograd_function  # noqa: F401
 import thunder.torch.higher_order.checkpoint  # noqa: F401
 import thunder.torch.higher_order.cond  # noqa: F401
+import thunder.torch.higher_order.map  # noqa: F401
+import thunder.torch.higher_order.scan  # noqa: F401
+import thunder.torch.higher_order.while_loop  # noqa: F401

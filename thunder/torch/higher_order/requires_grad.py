@@ -47,12 +47,17 @@ def _depends(level: Level, value: object, on: Callable[[Proxy], bool]) -> bool:
     bsyms, made = _recorded(level)
     candidates = {p.name: p for p in (value, *(arg for bsym in bsyms for arg in bsym.flat_proxy_args))}
     found = {name for name, p in candidates.items() if name not in made and on(p)}
+    passed_on(bsyms, found)
+    return value.name in found
+
+
+def passed_on(bsyms: Iterable[BoundSymbol], found: set[str]) -> None:
+    """Adds to ``found``, names of values that may require a gradient, what may require one because of them."""
     size = -1
     while size != len(found):  # in-place operations and views pass it on against the order of the trace
         size = len(found)
         for bsym in bsyms:
             found |= _passed_on(bsym, found)
-    return value.name in found
 
 
 def is_program_input(level: Level, proxy: Proxy) -> bool:

@@ -1,0 +1,153 @@
+"""A function that an operator calls when the program runs: traced, and checked for what it may not do there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import CellType
+from typing import Any
+
+from torch.utils._pytree import GetAttrKey, SequenceKey, keystr, tree_flatten_with_path, tree_unflatten
+
+import thunder.nested
+from thunder.core import devices, dtypes
+from thunder.core.compile_data import get_cache_option, get_compile_data
+from thunder.core.interpreter import WrappedValue, _interpret_call, unwrap, wrap_const
+from thunder.core.options import CACHE_OPTIONS
+from thunder.core.prims import OpTags
+from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.nested.captures import Attr, Path, path_of
+from thunder.nested.effects import _made_inside
+from thunder.nested.errors import name_of
+from thunder.nested.levels import ambient_state
+from thunder.nested.rewrap import reachable_proxies
+from thunder.torch.higher_order.common import HigherOrderError, checked_callable, in_place_copies
+
+
+def call_with(fn: Callable, arguments: Any) -> Any:
+    """What is traced: the arguments of the operator's function are one structure."""
+    return fn(*arguments)
+
+
+class InnerFunction:
+    """A traced function of an operator.
+
+    Args:
+        operator: the operator, and
+        parameter: the parameter of it that the function is, for messages.
+        fn: the wrapped function.
+        arguments: the arguments, as one (wrapped or plain) structure.
+
+    Attributes:
+        leaves: path and value for each part of the result.
+        spec: the result's structure.
+
+    Raises:
+        HigherOrderError: the function is not callable, raises, or does what only a function that is called at once,
+            and once, may do.
+    """
+
+    def __init__(self, operator: str, parameter: str, fn: WrappedValue, arguments: Any):
+        self.fn = checked_callable(fn, operator, parameter)
+        self.name = f"`{parameter}` {name_of(self.fn)}"
+        self.operator, self.parameter = operator, parameter
+        self.nested = thunder.nested.trace(call_with, fn, arguments)
+        self._check()
+        leaves, self.spec = tree_flatten_with_path(self.nested.result)
+        self.leaves: list[tuple[Any, Any]] = leaves
+        self._check_leaves()
+
+    @property
+    def tensors(self) -> list[TensorProxy]:
+        """The leaves of the result that are tensors."""
+        return [leaf for _, leaf in self.leaves if isinstance(leaf, TensorProxy)]
+
+    def _check(self) -> None:
+        error = self.nested.exception
+        if error is not None:
+            raise HigherOrderError(
+                f"{self.name} of `{self.operator}` raises {type(error).__name__}: {error}. It is traced, whether and "
+                f"however often it runs, so it may not raise. Return a value that says so instead."
+            ) from error
+        effect = self._effect()
+        if effect is not None:
+            raise HigherOrderError(
+                f"{self.name} of `{self.operator}` {effect}, but it is traced once, and whether and how often it runs "
+                f"is known only when the program runs. Return the new value, and make the change after the call."
+            )
+
+    def _effect(self) -> str | None:
+        level = self.nested._level
+        for bsym in self.nested.computation_trace.bound_symbols:
+            if any(in_place_copies(bsym)) or (bsym.sym.tags and OpTags.IN_PLACE in bsym.sym.tags):
+                where = f", {bsym.source_filename}:{bsym.source_positions.lineno}" if bsym.source_positions else ""
+                return f"changes a tensor in place (`{bsym.sym.name}`{where})"
+        for _, owner, key, _ in itertools.chain(*level.ctx._additional_outputs.values()):
+            if path_of(owner.provenance) is not None or not _made_inside(owner.provenance.inputs[0]):
+                return f"sets `{unwrap(key)}` on an object outside of it"
+        for write in level.writes:
+            steps = write.path.steps[1:]  # the function is the first argument of `call_with`
+            if isinstance(write.wrapper.value, CellType):
+                steps = (*steps, Attr("cell_contents"))
+            return f"changes `{Path('fn', steps).spoken(self.fn)}`, which is outside of it"
+        if level.final_state != ambient_state(get_compile_data()):
+            return "leaves grad mode or autocast changed"
+        return None
+
+    def _check_leaves(self) -> None:
+        for path, leaf in self.leaves:
+            if not isinstance(leaf, TensorProxy) and reachable_proxies(self.nested._level, [leaf]):
+                raise HigherOrderError(
+                    f"{self.name} of `{self.operator}` returns at {spelled(path)} a {type(leaf).__name__}, which "
+                    f"depends on tensors. Return tensors, in tuples, lists and dicts."
+                )
+
+
+def spelled(path: Any) -> str:
+    """Where a leaf is in a structure, for messages."""
+    return f"`{keystr(path)}`" if path else "the top"
+
+
+def described(leaf: Any) -> str:
+    """Kind, dtype, shape and device of a leaf, for messages."""
+    if isinstance(leaf, TensorProxy):
+        dtype, device = dtypes.to_torch_dtype(leaf.dtype), devices.to_torch_device(leaf.device)
+        return f"a {dtype} tensor of shape {tuple(leaf.shape)} on {device}"
+    value = leaf.value if isinstance(leaf, NumberProxy) else leaf
+    return f"the {type(value).__name__} {value!r}"
+
+
+def structure(leaves: list[tuple[Any, Any]], spec: Any) -> Any:
+    """A structure, for messages, with a ``*`` for each leaf."""
+    return tree_unflatten(["*"] * len(leaves), spec)
+
+
+def check_known_shapes(operator: str, fn: Callable) -> None:
+    """Raises where shapes are symbolic, which the inner programs cannot be compiled with."""
+    if get_cache_option() is CACHE_OPTIONS.SYMBOLIC_VALUES:
+        raise HigherOrderError(
+            f"The `{operator}` with {name_of(fn)} needs shapes that are known while tracing. Compile without "
+            f"`cache='symbolic values'`."
+        )
+
+
+def read_leaves(tree: WrappedValue) -> tuple[list[tuple[Any, WrappedValue]], Any]:
+    """Path and wrapped value for each leaf of a wrapped structure, read by the interpreter, which guards it.
+
+    Returns:
+        The leaves, and the structure.
+    """
+    from thunder.core.jit_ext import interpreted_getitem
+
+    paths, spec = tree_flatten_with_path(unwrap(tree))
+    leaves = []
+    for path, _ in paths:
+        value = tree
+        for key in path:
+            if isinstance(key, GetAttrKey):
+                value = _interpret_call(getattr, value, wrap_const(key.name))
+            else:
+                index = key.idx if isinstance(key, SequenceKey) else key.key
+                value = _interpret_call(interpreted_getitem, value, wrap_const(index))
+        leaves.append((path, value))
+    return leaves, spec
