@@ -1,8 +1,10 @@
 """PyTorch's operators that take functions, under ``thunder.jit``: one module for each."""
 
+import thunder.torch.higher_order.associative_scan  # noqa: F401
 import thunder.torch.higher_order.autograd_function  # noqa: F401
 import thunder.torch.higher_order.checkpoint  # noqa: F401
 import thunder.torch.higher_order.cond  # noqa: F401
 import thunder.torch.higher_order.map  # noqa: F401
 import thunder.torch.higher_order.scan  # noqa: F401
+import thunder.torch.higher_order.vmap  # noqa: F401
 import thunder.torch.higher_order.while_loop  # noqa: F401

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from thunder.core.interpreter import unwrap
 from thunder.core.prims import OpTags, PrimIDs
@@ -101,6 +102,8 @@ def without_aliases(results: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any,
     """
 
     def memory(tensor: torch.Tensor) -> int:
+        while is_functorch_wrapped_tensor(tensor):  # by a torch.vmap that this runs in
+            tensor = get_unwrapped(tensor)
         return tensor.untyped_storage().data_ptr()
 
     seen = {memory(t) for t in inputs if isinstance(t, torch.Tensor)}

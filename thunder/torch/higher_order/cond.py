@@ -22,7 +22,7 @@ from thunder.torch.higher_order.inner_function import (
     spelled,
     structure,
 )
-from thunder.torch.higher_order.operator import RunTimeOperator, Values, differentiable
+from thunder.torch.higher_order.operator import Record, RunTimeOperator, Values, differentiable
 from thunder.torch.higher_order.program import Program
 
 
@@ -53,7 +53,7 @@ def cond(
     functions = checked_callable(true_fn, "torch.cond", "true_fn"), checked_callable(false_fn, "torch.cond", "false_fn")
     if not isinstance(unwrap(pred), TensorProxy):
         taken = true_fn if _truth(pred, functions[0]) else false_fn
-        return thunder.nested.trace(call_with, taken, operands).inline()
+        return thunder.nested.trace(call_with, taken, operands, {}).inline()
     _check_pred(unwrap(pred), functions[0])
     true = InnerFunction("torch.cond", "true_fn", true_fn, operands)
     false = InnerFunction("torch.cond", "false_fn", false_fn, operands)
@@ -157,12 +157,14 @@ class Conditional(RunTimeOperator):
             wanted |= {1 + p for p, has in zip(branch.positions, has_gradient) if has}
         return wanted
 
-    def run_forward(self, values: Sequence[Any]) -> tuple[Sequence[torch.Tensor], list]:
+    def run_forward(self, values: Sequence[Any]) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
         taken = bool(values[0])
         results, residuals = self._with_gradient[taken][0](*self._branches[taken].inputs(values))
-        return results, [(taken, residuals)]
+        return results, [Record([(taken, residuals)])]
 
-    def run_backward(self, steps: list, gradients: list[torch.Tensor | None]) -> Mapping[int, torch.Tensor | None]:
-        taken, residuals = steps.pop()
+    def run_backward(
+        self, record: Sequence[Any], gradients: Sequence[torch.Tensor | None]
+    ) -> Mapping[int, torch.Tensor | None]:
+        taken, residuals = record[0].take().pop()
         found = self._with_gradient[taken][1](residuals, gradients)
         return {1 + p: gradient for p, gradient in zip(self._branches[taken].positions, found)}

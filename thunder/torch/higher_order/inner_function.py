@@ -24,9 +24,9 @@ from thunder.nested.rewrap import reachable_proxies
 from thunder.torch.higher_order.common import HigherOrderError, checked_callable, in_place_copies
 
 
-def call_with(fn: Callable, arguments: Any) -> Any:
+def call_with(fn: Callable, arguments: Any, keywords: dict[str, Any]) -> Any:
     """What is traced: the arguments of the operator's function are one structure."""
-    return fn(*arguments)
+    return fn(*arguments, **keywords)
 
 
 class InnerFunction:
@@ -36,7 +36,7 @@ class InnerFunction:
         operator: the operator, and
         parameter: the parameter of it that the function is, for messages.
         fn: the wrapped function.
-        arguments: the arguments, as one (wrapped or plain) structure.
+        arguments, keywords: the arguments, as one (wrapped or plain) structure each.
 
     Attributes:
         leaves: path and value for each part of the result.
@@ -47,11 +47,13 @@ class InnerFunction:
             and once, may do.
     """
 
-    def __init__(self, operator: str, parameter: str, fn: WrappedValue, arguments: Any):
+    def __init__(
+        self, operator: str, parameter: str, fn: WrappedValue, arguments: Any, keywords: dict[str, Any] | None = None
+    ):
         self.fn = checked_callable(fn, operator, parameter)
         self.name = f"`{parameter}` {name_of(self.fn)}"
         self.operator, self.parameter = operator, parameter
-        self.nested = thunder.nested.trace(call_with, fn, arguments)
+        self.nested = thunder.nested.trace(call_with, fn, arguments, keywords or {})
         self._check()
         leaves, self.spec = tree_flatten_with_path(self.nested.result)
         self.leaves: list[tuple[Any, Any]] = leaves

@@ -146,11 +146,13 @@ class Loop(RunTimeOperator):
         carries = [i for i in range(self.carries) if self._wanted[i]]
         return carries + [p for p, has in zip(self.positions, has_gradient) if has and p >= self.carries]
 
-    def run_backward(self, steps: list, gradients: list[torch.Tensor | None]) -> Mapping[int, torch.Tensor | None]:
+    def run_backward(
+        self, record: Sequence[Any], gradients: Sequence[torch.Tensor | None]
+    ) -> Mapping[int, torch.Tensor | None]:
         carry, stacked = gradients[: self.carries], gradients[self.carries :]
         elements = {p: torch.zeros(**x) for p, x in zip(self._elements, self._xs_like) if p in self.positions}
         sums = Sums()
-        for at, residuals in self.backward_trips(steps):
+        for at, residuals in self.backward_trips(record[0].take()):
             given = [*carry, *(g if g is None else g[at] for g in stacked)]
             found = self._step_backward(residuals, [g if d else None for g, d in zip(given, self._depends)])
             carry = [torch.zeros(**c) if d else None for d, c in zip(self._depends, self._carry_like)]

@@ -1,8 +1,8 @@
 """An operator of the program whose results, and whose gradient, are computed by callables of the operator's own.
 
-In a trace it is ``results = op(*values)``; where gradients are computed, ``*results, record = op_forward(*values)`` and
-``*gradients = op_gradient(record, *gradients)``. What the record holds is known only when the program runs: of which
-branch, for how many trips. So it is one opaque value, which autograd keeps until the backward pass.
+In a trace it is ``results = op(*values)``; where gradients are computed, ``*results, *record = op_forward(*values)``,
+and ``*gradients = op_gradient(record, gradients)``. What is recorded is mostly known only when the program runs: of
+which branch, for how many trips. Then it is one opaque value, which autograd keeps until the backward pass.
 """
 
 from __future__ import annotations
@@ -121,12 +121,18 @@ class RunTimeOperator(abc.ABC):
         """Makes what the next two need; returns the positions of the values that get a gradient."""
 
     @abc.abstractmethod
-    def run_forward(self, values: Sequence[Any]) -> tuple[Sequence[torch.Tensor], list]:
-        """The results, and for each step what :meth:`run_backward` needs."""
+    def run_forward(self, values: Sequence[Any]) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
+        """The results, and what :meth:`run_backward` needs, in the order of :meth:`record_meta`."""
 
     @abc.abstractmethod
-    def run_backward(self, steps: list, gradients: list[torch.Tensor | None]) -> Mapping[int, torch.Tensor | None]:
-        """The gradients of values by their positions, from those of the results. It may take steps from the list."""
+    def run_backward(
+        self, record: Sequence[Any], gradients: Sequence[torch.Tensor | None]
+    ) -> Mapping[int, torch.Tensor | None]:
+        """The gradients of values by their positions, from those of the results."""
+
+    def record_meta(self, values: Sequence[Any]) -> tuple[Proxy, ...]:
+        """Proxies for what :meth:`run_forward` records: one :class:`Record`."""
+        return (AnyProxy(Record([]), prefix="record"),)
 
     #
     # The symbols
@@ -154,13 +160,14 @@ class RunTimeOperator(abc.ABC):
         return tuple(TensorProxy(like=r, shape=r.shape or (1,), requires_grad=False) for r in self._results)
 
     def _forward_meta(self, *values: Any) -> tuple[Any, ...]:
-        return *self._meta(*values), AnyProxy(Record([]), prefix="record")
+        return *self._meta(*values), *self.record_meta(values)
 
     def _grad_transform(self, *values: Any) -> tuple[TensorProxy, ...]:
         wanted = {i: values[i] for i in sorted(self.prepare_gradient())}
         if not wanted:
             return self._symbol(*values)
-        *results, record = self._register("_forward", self._forward_meta, self._run_forward, self._printed)(*values)
+        made = self._register("_forward", self._forward_meta, self._run_forward, self._printed)(*values)
+        results, record = made[: len(self._results)], list(made[len(self._results) :])
         zeros = {
             i: functools.partial(
                 torch.zeros,
@@ -178,7 +185,7 @@ class RunTimeOperator(abc.ABC):
         given = [get_grad(r) if dtypes.is_inexact_dtype(r.dtype) else None for r in results]
         for value, grad in zip(wanted.values(), gradient(record, given)):
             put_grad(value, grad)
-        return tuple(results)
+        return results
 
     #
     # When the program runs
@@ -188,15 +195,15 @@ class RunTimeOperator(abc.ABC):
         return _as_operator_results(self.run(values), values)
 
     def _run_forward(self, *values: Any) -> tuple[Any, ...]:
-        results, steps = self.run_forward(values)
-        return *_as_operator_results(results, values), Record(steps)
+        results, record = self.run_forward(values)
+        return *_as_operator_results(results, values), *record
 
     def _run_backward(
-        self, zeros: Mapping[int, Callable], record: Record, gradients: Sequence[torch.Tensor | None]
+        self, zeros: Mapping[int, Callable], record: Sequence[Any], gradients: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, ...]:
         given = [g if g is None else g.reshape(like.shape) for g, like in zip(gradients, self._results)]
         try:
-            found = self.run_backward(record.take(), given)
+            found = self.run_backward(record, given)
         except ChangedError:
             raise RuntimeError(
                 f"A tensor that the gradient of {self._where} needs was changed in place after the call. Change a "

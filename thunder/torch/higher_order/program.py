@@ -7,6 +7,7 @@ references to inputs and intermediates; nothing is copied for them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import thunder.core.prims as prims
 from thunder.common import transform_for_execution, transform_to_torch_types
 from thunder.core import devices, dtypes
 from thunder.core.codeutils import SigInfo
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transform_common import (
     dce,
@@ -55,7 +56,7 @@ class Program:
     def forward(self, executors: Sequence[Any]) -> Callable:
         """A callable that takes the inputs as real tensors and returns a tuple of outputs."""
         trace = transform_for_execution(dce(self._trace), executors, use_del_last_used=False)[-1]
-        return transform_to_torch_types(del_last_used(trace)).python_callable()
+        return _callable(del_last_used(trace))
 
     def with_gradient(self, executors: Sequence[Any]) -> tuple[Callable, Callable, list[bool]]:
         """The program with its gradient, see NOTE [residuals].
@@ -65,27 +66,67 @@ class Program:
             gradient for each output (None where it has none) that returns a gradient for each input (or None); and for
             each input whether it has a gradient.
         """
+        pair = self.forward_and_backward(executors)
+
+        def run(*inputs: Any) -> tuple[tuple, Residuals]:
+            outputs, tensors, others = pair.forward(*inputs)
+            return outputs, Residuals(tensors, others)
+
+        def run_backward(residuals: Residuals, gradients: Sequence[torch.Tensor | None]) -> Sequence[Any]:
+            return pair.backward(*residuals.lists(), list(gradients))
+
+        return run, run_backward, pair.has_gradient
+
+    def forward_and_backward(self, executors: Sequence[Any]) -> ForwardAndBackward:
+        """The program with its gradient, as plain callables."""
         joint = grad_transform_on_trace(dce(wrap_return_value_together_with_arguments(self._trace)))
         joint = transform_for_execution(joint, executors, use_del_last_used=False)[-1]
         forward_trace, backward_trace = split_into_forward_and_backward(joint)
-        forward = transform_to_torch_types(del_last_used(forward_trace)).python_callable()
+        saved = [list(proxies) for proxies in forward_trace.bound_symbols[-1].args[1]]
+        run = _callable(del_last_used(forward_trace))
 
-        def run(*inputs: Any) -> tuple[tuple, Residuals]:
-            result, (tensors, others) = forward(*inputs)
-            return result["output"], Residuals(tensors, others)
+        def forward(*inputs: Any) -> tuple[tuple, Sequence[torch.Tensor], Sequence[Any]]:
+            result, (tensors, others) = run(*inputs)
+            return result["output"], tensors, others
 
         if backward_trace is None:
             count = len(self._trace.args)
-            return run, lambda residuals, gradients: [None] * count, [False] * count
+            return ForwardAndBackward(forward, lambda *_: [None] * count, *saved, [False] * count)
         has_gradient = [g is not None for g in backward_trace.bound_symbols[-1].args[0]]
-        backward = transform_to_torch_types(
-            del_last_used(backward_trace, clear_mutable_collections=True)
-        ).python_callable()
+        run_backward = _callable(del_last_used(backward_trace, clear_mutable_collections=True))
 
-        def run_backward(residuals: Residuals, gradients: Sequence[torch.Tensor | None]) -> Sequence[Any]:
-            return backward(residuals.lists(), list(gradients))
+        def backward(tensors: Sequence[Any], others: Sequence[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+            return run_backward([list(tensors), list(others)], list(gradients))
 
-        return run, run_backward, has_gradient
+        return ForwardAndBackward(forward, backward, *saved, has_gradient)
+
+    @property
+    def inputs(self) -> Sequence[Proxy]:
+        """The program's inputs."""
+        return self._trace.args
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardAndBackward:
+    """A program with its gradient.
+
+    Attributes:
+        forward: a callable of the inputs that returns the outputs and the residuals: tensors, and other values.
+        backward: a callable of those two and of a gradient for each output that returns one for each input, or None.
+        tensors, others: proxies for the residuals.
+        has_gradient: for each input whether it has a gradient.
+    """
+
+    forward: Callable
+    backward: Callable
+    tensors: Sequence[TensorProxy]
+    others: Sequence[Proxy]
+    has_gradient: Sequence[bool]
+
+
+def _callable(trace: TraceCtx) -> Callable:
+    # what it is called from has thunder's decorators, which would hide gradients from transforms of torch.func
+    return transform_to_torch_types(trace).python_callable(include_decorators=False)
 
 
 class ChangedError(RuntimeError):

@@ -24,7 +24,7 @@ from thunder.torch.higher_order.inner_function import (
     structure,
 )
 from thunder.torch.higher_order.loop import Loop, Step, check_carry, like, placeholder
-from thunder.torch.higher_order.operator import Values
+from thunder.torch.higher_order.operator import Record, Values
 from thunder.torch.higher_order.program import Residuals
 
 
@@ -181,7 +181,7 @@ class Scan(Loop):
     def run(self, values: Sequence[Any]) -> Sequence[torch.Tensor]:
         return self._run_with(self.step, values)
 
-    def run_forward(self, values: Sequence[Any]) -> tuple[Sequence[torch.Tensor], list]:
+    def run_forward(self, values: Sequence[Any]) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
         kept = []
 
         def step(*inputs: Any) -> Sequence[torch.Tensor]:
@@ -189,7 +189,7 @@ class Scan(Loop):
             kept.append(residuals)
             return outputs
 
-        return self._run_with(step, values), kept
+        return self._run_with(step, values), [Record(kept)]
 
     def _run_with(self, step: Callable, values: Sequence[Any]) -> Sequence[torch.Tensor]:
         carry, stacks = values[: self.carries], [torch.empty(**y) for y in self._stacked_like]

@@ -23,7 +23,7 @@ from thunder.torch.higher_order.inner_function import (
     spelled,
 )
 from thunder.torch.higher_order.loop import Loop, Step, check_carry, placeholder
-from thunder.torch.higher_order.operator import Values
+from thunder.torch.higher_order.operator import Record, Values
 from thunder.torch.higher_order.program import Program, Residuals
 
 MAX_KEPT = 64  # trips whose residuals are kept, and carries that are kept of a longer loop
@@ -139,12 +139,12 @@ class WhileLoop(Loop):
             carry = self.step(*self.inputs(self.positions, carry, 0, values))
         return carry
 
-    def run_forward(self, values: Sequence[Any]) -> tuple[Sequence[torch.Tensor], list]:
+    def run_forward(self, values: Sequence[Any]) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
         carry, tape = values[: self.carries], Tape(self, values)
         while self.holds(carry, values):
             carry = tape.step(carry)
         tape.close()
-        return carry, [tape]
+        return carry, [Record([tape])]
 
     def backward_trips(self, steps: list) -> Iterator[tuple[int, Residuals]]:
         return ((0, residuals) for residuals in steps.pop().backward())
