@@ -44,7 +44,7 @@ def associative_scan(
     All of it is recorded as ordinary operations, with ordinary gradients.
 
     Raises:
-        HigherOrderError: ``combine_fn`` is not callable, raises or has effects, or returns something else than it
+        HigherOrderError: ``combine_fn`` is not callable or has effects, or returns something else than it
             gets; ``xs`` holds something else than tensors, or of different lengths, or of length 0; shapes are
             symbolic.
     """
@@ -86,7 +86,7 @@ def _associative_scan_operator(
 
 def _combined(combine_fn: WrappedValue, arguments: Sequence[Any], like: list[TensorProxy]) -> list[TensorProxy]:
     """The leaves of a call of the function, which must be like those of its second argument."""
-    function = InnerFunction("associative_scan", "combine_fn", combine_fn, arguments)
+    function = InnerFunction("associative_scan", "combine_fn", combine_fn, arguments, runs=True)
     for (path, result), x in zip(function.leaves, like):
         if described(result) != described(x):
             raise HigherOrderError(

@@ -55,8 +55,8 @@ def cond(
         taken = true_fn if _truth(pred, functions[0]) else false_fn
         return thunder.nested.trace(call_with, taken, operands, {}).inline()
     _check_pred(unwrap(pred), functions[0])
-    true = InnerFunction("torch.cond", "true_fn", true_fn, operands)
-    false = InnerFunction("torch.cond", "false_fn", false_fn, operands)
+    true = InnerFunction("torch.cond", "true_fn", true_fn, operands, runs=False)
+    false = InnerFunction("torch.cond", "false_fn", false_fn, operands, runs=False)
     _check_same(true, false)
     outputs = iter(_conditional(unwrap(pred), true, false) if true.tensors else ())
     leaves = [next(outputs) if isinstance(leaf, TensorProxy) else leaf for _, leaf in true.leaves]

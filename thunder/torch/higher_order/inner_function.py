@@ -37,24 +37,33 @@ class InnerFunction:
         parameter: the parameter of it that the function is, for messages.
         fn: the wrapped function.
         arguments, keywords: the arguments, as one (wrapped or plain) structure each.
+        runs: whether it is certain, while tracing, that the function runs.
 
     Attributes:
         leaves: path and value for each part of the result.
         spec: the result's structure.
 
     Raises:
-        HigherOrderError: the function is not callable, raises, or does what only a function that is called at once,
-            and once, may do.
+        HigherOrderError: the function is not callable, or does what only a function that is called at once, and once,
+            may do; it raises, and may not run at all.
+        Exception: what the function raises, if it certainly runs.
     """
 
     def __init__(
-        self, operator: str, parameter: str, fn: WrappedValue, arguments: Any, keywords: dict[str, Any] | None = None
+        self,
+        operator: str,
+        parameter: str,
+        fn: WrappedValue,
+        arguments: Any,
+        keywords: dict[str, Any] | None = None,
+        *,
+        runs: bool,
     ):
         self.fn = checked_callable(fn, operator, parameter)
         self.name = f"`{parameter}` {name_of(self.fn)}"
         self.operator, self.parameter = operator, parameter
         self.nested = thunder.nested.trace(call_with, fn, arguments, keywords or {})
-        self._check()
+        self._check(runs)
         leaves, self.spec = tree_flatten_with_path(self.nested.result)
         self.leaves: list[tuple[Any, Any]] = leaves
         self._check_leaves()
@@ -64,8 +73,10 @@ class InnerFunction:
         """The leaves of the result that are tensors."""
         return [leaf for _, leaf in self.leaves if isinstance(leaf, TensorProxy)]
 
-    def _check(self) -> None:
+    def _check(self, runs: bool) -> None:
         error = self.nested.exception
+        if error is not None and runs:
+            raise error
         if error is not None:
             raise HigherOrderError(
                 f"{self.name} of `{self.operator}` raises {type(error).__name__}: {error}. It is traced, whether and "

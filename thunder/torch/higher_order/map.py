@@ -31,13 +31,13 @@ def map_slices(f: WrappedValue, xs: WrappedValue, *args: WrappedValue) -> Any:
     The forward pass keeps, of each slice, what its gradient needs besides ``xs``, ``args`` and captures.
 
     Raises:
-        HigherOrderError: ``f`` is not callable, raises, has effects, or returns something else than tensors; ``xs``
+        HigherOrderError: ``f`` is not callable, has effects, or returns something else than tensors; ``xs``
             holds something else than tensors, or of different lengths, or of length 0; shapes are symbolic.
     """
     check_known_shapes("map", checked_callable(f, "map", "f"))
     leaves, spec = tensor_leaves("map", "xs", xs)
     elements = _elements(leaves)
-    function = InnerFunction("map", "f", f, [tree_unflatten(elements, spec), *map(unwrap, args)])
+    function = InnerFunction("map", "f", f, [tree_unflatten(elements, spec), *map(unwrap, args)], runs=True)
     return tree_unflatten(_mapped(function, leaves, elements), function.spec)
 
 
@@ -48,7 +48,7 @@ def _map_operator(f: WrappedValue, xs: WrappedValue, pos_args: WrappedValue) -> 
     leaves, _ = tensor_leaves("map", "xs", xs)
     elements = _elements(leaves)
     additional = [unwrap(leaf) for _, leaf in read_leaves(pos_args)[0]]
-    function = InnerFunction("map", "f", f, [*elements, *additional])
+    function = InnerFunction("map", "f", f, [*elements, *additional], runs=True)
     return tree_unflatten(_mapped(function, leaves, elements), function.spec)
 
 

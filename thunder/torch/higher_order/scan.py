@@ -52,7 +52,7 @@ def scan(
     The forward pass keeps, of each slice, what its gradient needs besides ``xs`` and captures: as eager PyTorch does.
 
     Raises:
-        HigherOrderError: ``combine_fn`` is not callable, raises, has effects, or does not return a pair of a carry
+        HigherOrderError: ``combine_fn`` is not callable, has effects, or does not return a pair of a carry
             like ``init`` and tensors; ``init`` or ``xs`` hold something else than tensors; the leaves of ``xs`` have
             different lengths, or length 0; shapes are symbolic.
     """
@@ -66,7 +66,7 @@ def scan(
     axis = _axis(unwrap(dim), leaves)
     carry, elements = [placeholder(i) for _, i in starts], [_element(x, axis) for _, x in leaves]
     arguments = tree_unflatten(carry, spec), tree_unflatten(elements, xs_spec)
-    function = InnerFunction("scan", "combine_fn", combine_fn, arguments)
+    function = InnerFunction("scan", "combine_fn", combine_fn, arguments, runs=True)
     after, results = _pair(function)
     check_carry(function, starts, spec, *tree_flatten_with_path(after))
     results, results_spec = tree_flatten_with_path(results)
@@ -86,7 +86,7 @@ def _scan_operator(
     (starts, _), (leaves, _) = tensor_leaves("scan", "init", init), tensor_leaves("scan", "xs", xs)
     carry, elements = [placeholder(i) for _, i in starts], [_element(x, _axis(0, leaves)) for _, x in leaves]
     additional = [unwrap(leaf) for _, leaf in read_leaves(additional_inputs)[0]]
-    function = InnerFunction("scan", "combine_fn", combine_fn, [*carry, *elements, *additional])
+    function = InnerFunction("scan", "combine_fn", combine_fn, [*carry, *elements, *additional], runs=True)
     after, results = function.leaves[: len(carry)], function.leaves[len(carry) :]
     row = [()] * len(carry)
     check_carry(function, starts, row, after, row[: len(after)])

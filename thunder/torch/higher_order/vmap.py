@@ -44,7 +44,7 @@ def vmap(
     tensor, or an argument with ``in_dim`` None, gets is computed for each example and summed.
 
     Raises:
-        HigherOrderError: the function raises or has effects, or returns something else than tensors; its gradient
+        HigherOrderError: the function has effects; its gradient
             needs what cannot be batched (``cond`` or a loop in it); shapes are symbolic.
         ValueError: as ``torch.vmap``.
     """
@@ -54,7 +54,7 @@ def vmap(
     size, dims = _batch(unwrap(in_dims), tree_unflatten(flat, spec), unwrap(func))
     examples = [x if d is None else placeholder(x, _without(x.shape, d)) for x, d in zip(flat, dims)]
     keywords = {name: unwrap(value) for name, value in kwargs.items()}
-    function = InnerFunction("vmap", "func", func, tree_unflatten(examples, spec), keywords)
+    function = InnerFunction("vmap", "func", func, tree_unflatten(examples, spec), keywords, runs=True)
     for path, leaf in function.leaves:
         if not isinstance(leaf, TensorProxy):
             raise ValueError(

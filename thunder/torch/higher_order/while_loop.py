@@ -75,8 +75,8 @@ def _traced(
     init = [_tensor(path, leaf) for path, leaf in leaves]
     carry = [placeholder(i) for i in init]
     arguments = [*tree_unflatten(carry, spec), *map(unwrap, additional)]
-    condition = InnerFunction("while_loop", "cond_fn", cond_fn, arguments)
-    body = InnerFunction("while_loop", "body_fn", body_fn, arguments)
+    condition = InnerFunction("while_loop", "cond_fn", cond_fn, arguments, runs=True)
+    body = InnerFunction("while_loop", "body_fn", body_fn, arguments, runs=False)
     before = [(path, i) for (path, _), i in zip(leaves, init)]
     check_carry(body, before, spec, body.leaves, body.spec)
     values = Values(carry)
