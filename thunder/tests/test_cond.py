@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nested_helpers import assert_same, backward, fresh, inlined, jit, tensors
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import thunder
@@ -470,3 +471,46 @@ def test_symbolic_values():
         jit(program, cache="symbolic values")(PREDS[0], X, Y)
     symbolic = jit(lambda x, y: program(True, x, y), cache="symbolic values")
     assert_same(symbolic(X, Y), program(True, X, Y))
+
+
+class CountOf(TorchDispatchMode):
+    """Counts how often torch runs an operation."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.operation, self.count = operation, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is self.operation
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_backward_pass_does_not_compute_the_branch_again():
+    jitted = jit(lambda p, x: torch.cond(p, lambda a: (a @ WEIGHT).exp().sum(), lambda a: a.sum(), (x,)))
+    (x,) = fresh((X,))
+    with CountOf(torch.ops.aten.exp.default) as counter:
+        out = jitted(PREDS[0], x)
+        assert counter.count == 1
+        out.backward()
+    assert counter.count == 1
+    torch.testing.assert_close(x.grad, (X @ WEIGHT).exp() @ WEIGHT.T)
+
+
+def test_the_residuals_live_as_long_as_autograd_needs_them():
+    jitted = jit(lambda p, x: torch.cond(p, lambda a: a.exp(), lambda a: a.sin(), (x,)))
+    (x,) = fresh((X,))
+    out = jitted(PREDS[0], x)
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * X.exp())
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        out.sum().backward()
+
+
+def test_the_trace_shows_the_branches():
+    jitted = jit(lambda p, x: torch.cond(p, lambda a: a.exp(), lambda a: a.sin(), (x,)))
+    jitted(*fresh((PREDS[0], X)))
+    for trace in (thunder.last_traces(jitted)[0], thunder.last_traces(jitted)[-1]):
+        text = str(trace)
+        assert re.search(r"torch_cond(_forward)?_\d+\(p", text)
+        assert re.search(r"# true_fn:.*ltorch.exp.*# false_fn:.*ltorch.sin", text, re.DOTALL)
