@@ -514,3 +514,36 @@ def test_the_trace_shows_the_branches():
         text = str(trace)
         assert re.search(r"torch_cond(_forward)?_\d+\(p", text)
         assert re.search(r"# true_fn:.*ltorch.exp.*# false_fn:.*ltorch.sin", text, re.DOTALL)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = torch.nn.Linear(4, 4).double()
+
+    def forward(self, p, x):
+        return torch.cond(p, lambda a: self.linear(a).tanh(), lambda a: self.linear(a), (x,))
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(map(Block, range(3)))
+
+    def forward(self, p, x):
+        for block in self.blocks:
+            x = block(p, x)
+        return x
+
+
+def test_in_a_region_that_is_reused():
+    model, eager = Blocks(), Blocks()
+    jitted = jit(model, nested_regions=[Block])
+    for p in PREDS:
+        assert_same(jitted(p, X), eager(p, X))
+        for m in (jitted, eager):
+            backward(m(p, X.detach()))
+        assert_same([q.grad for q in model.parameters()], [q.grad for q in eager.parameters()])
+    (report,) = thunder.nested.report(jitted)
+    assert (report.traced, report.reused) == (1, 2)

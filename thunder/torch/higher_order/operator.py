@@ -100,6 +100,7 @@ class RunTimeOperator(abc.ABC):
         self.executors = executors_of(level)
         self._executor = level.ctx.ad_hoc_executor
         self._name, self._where, self._results, self._programs = name, where, results, programs
+        self._with_gradients_of: Sequence[int] | None = None
         is_random = any(program.is_random for program in programs.values())
         self._tags = [OpTags.RANDOM_OP if is_random else OperatorTag.REPEATABLE]
         self._symbol = self._register("", self._meta, self._run, self._printed)
@@ -163,7 +164,9 @@ class RunTimeOperator(abc.ABC):
         return *self._meta(*values), *self.record_meta(values)
 
     def _grad_transform(self, *values: Any) -> tuple[TensorProxy, ...]:
-        wanted = {i: values[i] for i in sorted(self.prepare_gradient())}
+        if self._with_gradients_of is None:  # a region that is reused calls the operator again
+            self._with_gradients_of = sorted(self.prepare_gradient())
+        wanted = {i: values[i] for i in self._with_gradients_of}
         if not wanted:
             return self._symbol(*values)
         made = self._register("_forward", self._forward_meta, self._run_forward, self._printed)(*values)
