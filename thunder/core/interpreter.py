@@ -1,4 +1,5 @@
-"""lightning-thunder's ``thunder.core.interpreter``, with faster globals, which tells of objects reached by two paths.
+"""lightning-thunder's ``thunder.core.interpreter``, with faster globals, which tells of objects reached by two paths
+and knows the containers that it has copied.
 
 The installed ``globals_lookup`` interprets ``lambda d, k: d[k]``, or ``getattr``, for every global and builtin that is
 read, which is about half of the time that a model's tracing takes. Both end in what is called here directly.
@@ -22,6 +23,18 @@ def wrap(value, /, *, provenance):
         if wrapped.provenance is not provenance:
             second_path_callback(wrapped, provenance)
     return wrapped
+
+
+class InterpreterRuntimeCtx(InterpreterRuntimeCtx):
+    """Knows the wrapper of a container's copy by the copy, too, which the methods bound to it lead to.
+
+    Stock thunder takes it for another container: of two attributes set on an object from outside it records the first.
+    """
+
+    def register_proxied_value(self, v):
+        super().register_proxied_value(v)
+        if isinstance(v.value, (dict, list, set)):
+            self.cache_wrapper(v)
 
 
 def globals_lookup(globals_dict, name):
