@@ -32,6 +32,8 @@ TESTED_DEFINITIONS = {
         "WrappedValue",
         "_interpret_call",
         "_interpreterruntimectx",
+        "_setattr_lookaside",
+        "_setup_frame_and_run_python_function",
         "globals_lookup",
         "interpret",
         "interpreter_needs_wrap",
@@ -44,7 +46,9 @@ TESTED_DEFINITIONS = {
         "JitCtx",
         "_apply_trace_proxy_rename",
         "_general_jit_lookaside_map",
+        "_general_jit_lookaside_map[hasattr]",
         "_general_jit_object_setattr_lookaside",
+        "_general_jit_setattr_lookaside",
         "_general_jit_store_deref_callback",
         "_general_jit_wrap_callback",
         "_infer_name_postfix_from_provenance",
@@ -62,7 +66,7 @@ TESTED_DEFINITIONS = {
     "core/symbol.py": ("Symbol",),
     "core/transforms.py": ("sum_to",),
 }
-TESTED_HASH = "8da197befd8276dc"
+TESTED_HASH = "02a68b6fbcba9606"
 
 
 def tree() -> str:

@@ -12,11 +12,15 @@ from thunder_overlay import execute_installed
 execute_installed(globals())
 
 _installed_globals_lookup = globals_lookup
+_installed_setup = _setup_frame_and_run_python_function
 _installed_wrap = wrap
 
 # Called with a wrapper and the provenance of one more way to the same object. `wrap` gives the wrapper that it has made
 # when the object was met first, and so forgets the other way; a region's read set needs both.
 second_path_callback = None
+
+# Called with a wrapped function before it is interpreted. Its defaults are constants to stock thunder.
+before_function_callback = None
 
 
 def wrap(value, /, *, provenance):
@@ -25,6 +29,12 @@ def wrap(value, /, *, provenance):
         if wrapped.provenance is not provenance:
             second_path_callback(wrapped, provenance)
     return wrapped
+
+
+def _setup_frame_and_run_python_function(compilectx, runtimectx, wrapped_fn, /, *args, **kwargs):
+    if before_function_callback is not None and isinstance(wrapped_fn, WrappedValue):
+        before_function_callback(wrapped_fn)
+    return _installed_setup(compilectx, runtimectx, wrapped_fn, *args, **kwargs)
 
 
 def _nearest_frames():

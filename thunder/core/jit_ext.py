@@ -13,6 +13,7 @@ import thunder.nested.levels as levels
 from thunder.common import CompileData  # noqa: F401  (code written for older releases imports it from here)
 from thunder.core.compile_data import compile_data_and_stats  # noqa: F401  (likewise)
 from thunder.core.interpreter import InterpreterError  # noqa: F401
+from thunder.nested.captures import wrap_default_objects
 from thunder.nested.effects import has_effects
 from thunder.nested.errors import ResultError, UntraceableCallableError, name_of
 from thunder.nested.results import finish, unpack_enclosing_values
@@ -78,6 +79,15 @@ def _note_second_path(value, provenance):
 
 
 interpreter.second_path_callback = _note_second_path
+
+
+def _before_function(fn):
+    level = levels.current_level()
+    if level is not None and level.enclosing is not None:
+        wrap_default_objects(fn)
+
+
+interpreter.before_function_callback = _before_function
 
 
 def _general_jit_store_deref_callback(orig_value, name, co_cellsvars, co_freevars):

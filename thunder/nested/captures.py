@@ -27,6 +27,7 @@ from thunder.core.interpreter import (
     wrap,
     wrap_args,
     wrap_attribute,
+    wrap_binary_subscr,
     wrap_const,
     wrap_kwargs,
 )
@@ -34,6 +35,7 @@ from thunder.core.module import ThunderModule
 from thunder.core.proxies import Proxy
 from thunder.nested.errors import CaptureError, name_of
 
+_HEAP_TYPE = 1 << 9  # Python's flag of the types that a `class` statement makes
 _ROOTS = {PseudoInst.INPUT_FN: "fn", PseudoInst.INPUT_ARGS: "args", PseudoInst.INPUT_KWARGS: "kwargs"}
 
 
@@ -274,6 +276,35 @@ def wrap_call(fn: Any, args: tuple, kwargs: dict) -> tuple[WrappedValue, tuple, 
         return wrap_const(value)
 
     return wrapped(fn), tuple(wrapped(a) for a in args), {k: wrapped(v) for k, v in kwargs.items()}
+
+
+def wrap_default_objects(fn: WrappedValue) -> None:
+    """Wraps the objects that are defaults of a function from outside by their paths, because it may change them.
+
+    The interpreter takes defaults for constants, but prefers the wrapper that an object has already.
+    """
+    plain = fn.value
+    if not isinstance(plain, FunctionType) or path_of(fn.provenance) is None:
+        return
+    for name in ("__defaults__", "__kwdefaults__"):
+        defaults = getattr(plain, name) or ()
+        items = defaults.items() if isinstance(defaults, dict) else enumerate(defaults)
+        objects = [(key, value) for key, value in items if _may_be_changed(value)]
+        if objects:
+            wrapped = wrap_attribute(defaults, fn, wrap_const(name))
+            for key, value in objects:
+                if isinstance(defaults, dict):
+                    populate_single_dict_item_wrapper(value, wrapped, key)
+                else:
+                    wrapped.item_wrappers[key] = wrap_binary_subscr(value, wrapped, key)
+
+
+def _may_be_changed(value: Any) -> bool:
+    if isinstance(value, (list, dict, set)):
+        return True
+    if isinstance(value, tuple):
+        return any(map(_may_be_changed, value))
+    return bool(type(value).__flags__ & _HEAP_TYPE) and not isinstance(value, (Proxy, torch.Tensor, type))
 
 
 def plain_closure(fn: Any) -> tuple[Any, dict[Path, WrappedValue]]:
