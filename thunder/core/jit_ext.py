@@ -165,6 +165,13 @@ for _fn in (
     _general_jit_lookaside_map[_fn] = leaves_no_scope(_general_jit_lookaside_map[_fn])
 
 
+@register_general_jit_lookaside(torch.is_grad_enabled)
+def _is_grad_enabled():
+    """The grad mode that the traced program has set. Stock thunder gives torch's, so leaving the inner one of two
+    ``no_grad`` blocks, in a nested function say, ended the outer one, too."""
+    return wrap_const(get_compile_data().is_grad_enabled)
+
+
 def _descriptor(obj, name):
     """The property, or other descriptor written in Python, that sets the attribute of a wrapped object, or None."""
     if isinstance(unwrap(obj), Proxy):
