@@ -48,7 +48,15 @@ class Counter(torch.nn.Module):
 
 
 class Box:
-    """An object whose attribute programs set."""
+    """An object whose attributes programs set."""
+
+    @property
+    def half(self):
+        return self._half * 2
+
+    @half.setter
+    def half(self, value):
+        self._half = value * 0.5
 
 
 class Program(torch.nn.Module):
@@ -67,27 +75,36 @@ class Program(torch.nn.Module):
 
 @dataclasses.dataclass
 class Scope:
-    """What the statements of one function body may use: tensors that are readable, and the nesting depth."""
+    """What the statements of one function body may use: tensors that are readable, and the nesting depth.
+
+    In a guarded one, functions may raise: the exception is caught further out.
+    """
 
     depth: int
     tensors: list[str]
     names: list[int]
+    guarded: bool = False
 
     def fresh(self, prefix: str) -> str:
         self.names[0] += 1
         return f"{prefix}{self.names[0]}"
 
     def inner(self, argument: str) -> Scope:
-        return Scope(self.depth + 1, [*self.tensors, argument], self.names)
+        return Scope(self.depth + 1, [*self.tensors, argument], self.names, self.guarded)
 
 
 @st.composite
 def programs(draw: Any) -> str:
     """The source of a function ``program(call, cut, counter, x, w)``."""
     scope = Scope(0, ["x", "w"], [0])
-    body = _block(draw, scope, draw(st.integers(1, 4)))
-    body.append(f"return {scope.tensors[-1]}, acc, list(seen), box.value, sorted(table), table['k']")
-    setup = ["seen = [x * 2]", "acc = x * 0", "box = Box()", "box.value = w * 1", "table = {'k': x * 3}"]
+    body = draw(st.sampled_from((_function, _function, _try)))(draw, scope)
+    body += _block(draw, scope, draw(st.integers(0, 3)))
+    body.append(
+        f"return {scope.tensors[-1]}, acc, list(seen), box.value, box.inner.value, box.half, hasattr(box, 'count'), "
+        "sorted(table), table['k']"
+    )
+    setup = ["seen = [x * 2]", "acc = x * 0", "table = {'k': x * 3}", "box = Box()", "box.inner = Box()"]
+    setup += ["box.value = w * 1", "box.inner.value = x * 1", "box.half = w"]
     return "def program(call, cut, counter, x, w):\n" + textwrap.indent("\n".join(setup + body), "    ")
 
 
@@ -99,9 +116,9 @@ def _block(draw: Any, scope: Scope, length: int) -> list[str]:
 
 
 def _statement(draw: Any, scope: Scope) -> list[str]:
-    kinds = ["operation", "operation", "effect", "if", "random", "no_grad", "module"]
+    kinds = ["operation", "operation", "effect", "effect", "read", "read", "if", "for", "random", "no_grad", "module"]
     if scope.depth < MAX_DEPTH:
-        kinds += ["function"] * 4 + ["try"]
+        kinds += ["function"] * 5 + ["try"] * 2 + ["raising function"] * scope.guarded
     return _STATEMENTS[draw(st.sampled_from(kinds))](draw, scope)
 
 
@@ -127,19 +144,40 @@ def _effect(draw: Any, scope: Scope) -> list[str]:
         "item": f"seen[0] = seen[0] + {t}",
         "dict": f"table['k'] = {t}; table[{draw(st.sampled_from('abc'))!r}] = len(seen)",
         "attribute": f"box.value = box.value + {t}",
+        "property": f"box.half = {t}",
+        "inner attribute": f"box.inner.value = torch.tanh(box.inner.value + {t})",
+        "new attribute": "box.count = box.count + 1 if hasattr(box, 'count') else len(seen)",
         "buffer": f"counter.total.add_({t}.detach().mean(0))",
         "pop": "len(seen) > 1 and seen.pop()",
     }
     if scope.depth:
-        lines["nonlocal"] = f"acc = acc + {t}"
+        lines["nonlocal"] = lines["nonlocal again"] = f"acc = acc + {t}"
     if scope.tensors[-1].startswith("v"):
         local = f"{scope.fresh('v')}"
         lines["in place"] = f"{local} = {t} * 1; {local}.mul_(0.5).add_({t})"
     return [lines[draw(st.sampled_from(sorted(lines)))]]
 
 
+def _read(draw: Any, scope: Scope) -> list[str]:
+    new = scope.fresh("v")
+    places = ("box.value", "getattr(box, 'value')", "box.inner.value", "seen[0]", "seen[-1]", "table['k']", "acc")
+    scope.tensors.append(new)
+    return [f"{new} = torch.tanh({draw(st.sampled_from(places))})"]
+
+
+def _for(draw: Any, scope: Scope) -> list[str]:
+    return [f"for _ in range(min(len(seen), {draw(st.integers(1, 3))})):", *_indent(_effect(draw, scope))]
+
+
 def _if(draw: Any, scope: Scope) -> list[str]:
-    condition = draw(st.sampled_from(("x.shape[0] > LIMIT", "len(seen) > 2", "'a' in table", "counter.absent is None")))
+    conditions = (
+        "x.shape[0] > LIMIT",
+        "len(seen) > 2",
+        "'a' in table",
+        "counter.absent is None",
+        "hasattr(box, 'count')",
+    )
+    condition = draw(st.sampled_from(conditions))
     lengths = [len(scope.tensors)]
     then = _operation(draw, scope)
     del scope.tensors[lengths[0] :]
@@ -171,16 +209,23 @@ def _module(draw: Any, scope: Scope) -> list[str]:
 def _function(draw: Any, scope: Scope, raises: bool = False) -> list[str]:
     fn, argument, new = scope.fresh("f"), scope.fresh("a"), scope.fresh("v")
     inner = scope.inner(argument)
-    default = draw(st.sampled_from(("", f", d={_tensor(draw, scope)}", ", *, k=2")))
+    default = draw(st.sampled_from(("", f", d={_tensor(draw, scope)}", ", *, k=2", ", o=box")))
     body = _block(draw, inner, draw(st.integers(1, 2)))
+    if "o=" in default:
+        body.append(f"o.value = torch.tanh(o.value + {_tensor(draw, inner)})")
     if raises:
-        body.append(f"raise ProgramError({fn!r}, len(seen))")
+        condition = draw(st.sampled_from(("", "if len(seen) > 1: ", "if hasattr(box, 'count'): ")))
+        body.append(f"{condition}raise ProgramError({fn!r}, len(seen))")
     result = inner.tensors[-1] + (" * d" if "d=" in default else " * k" if "k=" in default else "")
     body.append(f"return torch.tanh({result})")
     definition = [f"def {fn}({argument}{default}):", *_indent([*(["nonlocal acc"] if _uses_acc(body) else []), *body])]
     call = f"{new} = call({fn}, {_tensor(draw, scope)}{', k=3' if 'k=' in default else ''})"
     scope.tensors.append(new)
     return [*definition, call]
+
+
+def _raising_function(draw: Any, scope: Scope) -> list[str]:
+    return _function(draw, scope, raises=True)
 
 
 def _uses_acc(body: list[str]) -> bool:
@@ -190,7 +235,8 @@ def _uses_acc(body: list[str]) -> bool:
 def _try(draw: Any, scope: Scope) -> list[str]:
     length = len(scope.tensors)
     raises = draw(st.booleans())
-    guarded = _function(draw, scope, raises)
+    inside = dataclasses.replace(scope, guarded=True)
+    guarded = _function(draw, inside, raises)
     result = scope.tensors[-1]
     del scope.tensors[length:]
     fallback = _tensor(draw, scope)
@@ -212,11 +258,14 @@ def _indent(lines: list[str]) -> list[str]:
 _STATEMENTS = {
     "operation": _operation,
     "effect": _effect,
+    "read": _read,
     "if": _if,
+    "for": _for,
     "random": _random,
     "no_grad": _no_grad,
     "module": _module,
     "function": _function,
+    "raising function": _raising_function,
     "try": _try,
 }
 
