@@ -63,10 +63,12 @@ TESTED_DEFINITIONS = {
         "thunder_general_jit",
         "unpack_inputs",
     ),
-    "core/symbol.py": ("Symbol",),
+    "core/pytree.py": ("_maybe_register_dataclass", "tree_flatten", "tree_flatten_with_dataclass"),
+    "core/symbol.py": ("BoundSymbol", "Symbol", "gather_tags", "has_tags"),
     "core/transforms.py": ("sum_to",),
+    "core/utils.py": ("ProxyDict", "safe_map_flat"),
 }
-TESTED_HASH = "02a68b6fbcba9606"
+TESTED_HASH = "83edd31118c0be23"
 
 
 def tree() -> str:

@@ -43,6 +43,17 @@ class JitCtx(_installed["JitCtx"]):
         self.compile_data = get_compile_data()
         self.level = levels.current_level()
         self.level.attach(self)
+        self._known_constraints = set()
+
+    def add_constraint(self, constraint):
+        # the installed one compares with all constraints, which is quadratic in the size of the model
+        try:
+            key = tuple(map(variableify, constraint))
+            if key not in self._known_constraints:
+                self._known_constraints.add(key)
+                self._constraints.append(constraint)
+        except TypeError:  # unhashable
+            super().add_constraint(constraint)
 
     # one line of progress over all levels, that of level 0
 
