@@ -11,12 +11,12 @@ execute_installed(globals())
 _installed_safe_map_flat = safe_map_flat
 
 
-def _is_flat(x, length):
-    return type(x) is list and len(x) == length and all(isinstance(item, Proxy) for item in x)
+def _is_flat(x):
+    return type(x) is list and all(isinstance(item, Proxy) for item in x)
 
 
 def safe_map_flat(f, *args):
-    if all(_is_flat(a, len(args[0])) for a in args):
+    if all(map(_is_flat, args)) and len({len(a) for a in args}) == 1:
         return tuple(map(f, *args))
     return _installed_safe_map_flat(f, *args)
 
