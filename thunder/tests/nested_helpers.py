@@ -15,6 +15,7 @@ import thunder
 import thunder.nested
 from thunder.core.interpreter import unwrap
 from thunder.core.options import DebugOptions
+from thunder.core.prims import PrimIDs
 
 jit = functools.partial(thunder.jit, debug_options=DebugOptions(check_traces=2))
 
@@ -160,3 +161,25 @@ def guards(jitted: Callable) -> set[str]:
 def plain(*values: Any) -> list[Any]:
     """Unwrapped values."""
     return [unwrap(v) for v in values]
+
+
+def saved(program: Callable, *inputs: Any) -> list[str]:
+    """The operations that made what the program keeps for the backward pass and is no input of it."""
+    program(*inputs)
+    trace = thunder.last_traces(program)[-1]
+    returned = trace.bound_symbols[-1]
+    assert returned.sym.id is PrimIDs.RETURN
+    given = {p.name for p in trace.args}
+    kept = {p.name for p in returned.args[1][0]} - given
+    return [b.sym.name for b in trace.bound_symbols if {o.name for o in b.flat_proxy_outs} & kept]
+
+
+def grads_of(program: Callable, *inputs: Any) -> tuple[Any, list, torch.Tensor]:
+    """Results and gradients from a fixed seed, and the generator's state after the forward pass."""
+    inputs = fresh(inputs)
+    torch.manual_seed(7)
+    result = program(*inputs)
+    state = torch.get_rng_state()
+    torch.manual_seed(99)  # the recomputation must not depend on it
+    backward(result)
+    return result, [t.grad for t in tensors(inputs)], state

@@ -1,45 +1,36 @@
-"""``torch.utils.checkpoint.checkpoint``: which operations the backward pass makes once more.
+"""``torch.utils.checkpoint.checkpoint``: what lies between a function's inputs and its results is not kept.
 
-The function's program is replayed into the enclosing trace, as if it had been called without ``checkpoint``; tags on
-its operations tell thunder's gradient transform (``thunder.transforms.autodiff``) what to recompute.
+The function's program is replayed into the enclosing trace, as if it had been called without ``checkpoint``;
+``recomputation.py`` has tagged its operations before.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from typing import Any
 
 import torch.utils.checkpoint
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils.checkpoint import noop_context_fn
 
-import thunder.core.prims as prims
 import thunder.nested
-import thunder.torch as ltorch
+from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import WrappedValue, unwrap
-from thunder.core.prims import OpTags
-from thunder.core.proxies import TensorProxy, variableify
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
-from thunder.core.trace import TraceCtx
-from thunder.nested.captures import Attr
-from thunder.nested.stand_ins import like
+from thunder.nested.levels import current_level
 from thunder.nested.trace import NestedTrace
-from thunder.torch.higher_order.common import (
-    HigherOrderError,
-    checked_callable,
-    function_name,
-    in_place_copies,
-    is_random,
-    leaving_names,
-    names,
-)
+from thunder.torch.higher_order.common import HigherOrderError, checked_callable, function_name
+from thunder.torch.higher_order.recomputation import mark_for_recomputation
+from thunder.torch.higher_order.requires_grad import may_require_grad, may_require_grad_in_another_call
+from thunder.torch.higher_order.selective_checkpoint import Kept, kept_by, policy_of
 
 # What torch lets the caller say about how it recomputes, which says nothing about what is computed.
-_IGNORED = {
+_DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(torch.utils.checkpoint.checkpoint).parameters.items()
     if name in ("context_fn", "determinism_check", "debug", "early_stop")
 }
-_NOT_REPEATED = {OpTags.IN_PLACE, OpTags.DONT_DCE, OpTags.DONT_RECOMPUTE_IN_BACKWARD}
+_IGNORED = _DEFAULTS.keys() - {"context_fn"}
 
 
 @thunder.nested.lookaside(torch.utils.checkpoint.checkpoint)
@@ -51,17 +42,22 @@ def checkpoint(function: WrappedValue, /, *args: WrappedValue, **options: Wrappe
 
     The backward pass computes it once more, from the inputs. Kept are, nevertheless:
 
-    - what random operations drew, so that the recomputation has the very values of the forward pass, whatever
-      ``preserve_rng_state`` is (torch promises them if it is True, and promises nothing if it is False);
+    - what the policy in ``context_fn`` asks for (``create_selective_checkpoint_contexts``). It is asked while tracing,
+      about the aten operators that eager PyTorch would dispatch to; what it reads is not guarded;
+    - of what is drawn at random, the state of the generator before, from which the recomputation draws the very same.
+      The numbers themselves are kept where they are smaller, depend on other values, or come from an operator of
+      another executor; and where ``preserve_rng_state`` is False, so that no state is stashed;
     - what operations of the program's own give (custom operators), which may be random;
     - what depends on a buffer that the function changes in place (the running mean of a batch norm); and everything,
       if it changes another tensor in place.
 
-    Effects are made once, by the forward pass. ``use_reentrant=None`` is taken for False. ``context_fn``,
-    ``determinism_check``, ``debug`` and ``early_stop`` are ignored, with a warning where they are not the default.
+    Effects are made once, by the forward pass. ``use_reentrant=None`` is taken for False. ``determinism_check``,
+    ``debug`` and ``early_stop`` are about recomputations that may differ from the forward pass, which these cannot:
+    a warning says that they are ignored where they are not the default.
 
     Raises:
         HigherOrderError: ``function`` is not callable, or ``use_reentrant`` is true.
+        ValueError: ``determinism_check`` is none of torch's, or ``debug`` and ``context_fn`` are given, as in torch.
     """
     checked_callable(function, "torch.utils.checkpoint.checkpoint", "function")
     if unwrap(options.pop("use_reentrant", False)):
@@ -70,107 +66,54 @@ def checkpoint(function: WrappedValue, /, *args: WrappedValue, **options: Wrappe
             f"which calls the function from autograd's backward pass and cannot be traced. Pass `use_reentrant=False`: "
             f"the values and gradients are the same."
         )
-    options.pop("preserve_rng_state", None)
-    _warn_of_ignored(function, options)
+    preserve_rng_state = unwrap(options.pop("preserve_rng_state", True))
+    given = {name: unwrap(options.pop(name)) for name in _DEFAULTS if name in options}
+    _check_options(given)
+    where = function_name(function)
+    _warn_of_ignored(where, given)
+    policy = policy_of(given.get("context_fn", noop_context_fn), where)
+    records_gradients = get_compile_data().is_grad_enabled
     nested = thunder.nested.trace(function, *args, **options)
-    mark_for_recomputation(nested)
+    if records_gradients:
+        kept = Kept() if policy is None else kept_by(policy, nested, where)
+        mark_for_recomputation(nested, kept, redraws=bool(preserve_rng_state) and _has_gradient(nested))
     return nested.inline()
 
 
-def _warn_of_ignored(function: WrappedValue, options: dict[str, WrappedValue]) -> None:
-    given = {name: unwrap(options.pop(name)) for name in _IGNORED if name in options}
-    ignored = [f"`{name}`" for name, value in given.items() if value != _IGNORED[name]]
+@thunder.nested.lookaside(torch.ops.higher_order.tag_activation_checkpoint)
+def tag_activation_checkpoint(module: WrappedValue, /, *args: WrappedValue, **options: WrappedValue) -> WrappedValue:
+    """What Dynamo makes of ``checkpoint``: the function is a graph module, and ``context_fn`` lies in its ``meta``."""
+    if isinstance(unwrap(module), _LazyGraphModule):
+        _LazyGraphModule.force_recompile(unwrap(module))  # or its first call would, while it is interpreted
+    context_fn = getattr(unwrap(module), "meta", {}).get("_checkpoint_context_fn")
+    if context_fn is not None:
+        options["context_fn"] = context_fn
+    return checkpoint(module, *args, **options)
+
+
+def _check_options(given: dict[str, Any]) -> None:
+    """What torch checks of its options."""
+    allowed = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+    if given.get("determinism_check", "default") not in allowed:
+        raise ValueError(
+            f"determinism_check should be one of {list(allowed)}, but got {given['determinism_check']}",
+        )
+    if given.get("debug") and given.get("context_fn", noop_context_fn) is not noop_context_fn:
+        raise ValueError("debug=True is incompatible with non-default context_fn")
+
+
+def _warn_of_ignored(where: str, given: dict[str, Any]) -> None:
+    ignored = [f"`{name}`" for name, value in given.items() if name in _IGNORED and value != _DEFAULTS[name]]
     if ignored:
         warnings.warn(
-            f"`torch.utils.checkpoint.checkpoint` of {function_name(function)}: thunder.jit decides by itself what is "
-            f"recomputed and ignores {', '.join(ignored)}. The values and gradients are not affected.",
+            f"`torch.utils.checkpoint.checkpoint` of {where}: thunder.jit recomputes what the backward pass needs, by "
+            f"the traced operations themselves, and ignores {', '.join(ignored)}. The values and gradients are not "
+            f"affected.",
             stacklevel=2,
         )
 
 
-def mark_for_recomputation(nested: NestedTrace) -> None:
-    """Tags the operations of a traced function whose results the backward pass shall compute once more."""
-    trace = nested.computation_trace
-    copies = [copy for bsym in trace.bound_symbols for copy in in_place_copies(bsym)]
-    changed = names(copy.args[1] for copy in copies)
-    opaque = any(leaf.sym.tags and OpTags.IN_PLACE in leaf.sym.tags for b in trace.bound_symbols for leaf in _leaves(b))
-    if opaque or not changed <= {i.proxy.name for i in nested.inputs if _is_buffer(i)}:
-        return  # other inputs or intermediates may be views of what is changed, and would be read after the change
-    leaving, bsyms = leaving_names(nested), []
-    marker = _Marker(leaving, changed)
-    for bsym in trace.bound_symbols:
-        if names(bsym.flat_proxy_outs) & leaving and _keeps_more_than_its_result(bsym):
-            made, *kept = _with_result_apart(trace, bsym, leaving)
-            if marker(made):
-                bsyms += [made, *kept]
-                continue
-        marker(bsym)
-        bsyms.append(bsym)
-    trace.bound_symbols[:] = bsyms
-
-
-def _keeps_more_than_its_result(bsym: BoundSymbol) -> bool:
-    """Whether the gradient rule of the operation may keep intermediates (the softmax in a cross entropy)."""
-    is_view = bsym.sym in ltorch._syms_returning_views or bsym.sym in ltorch._syms_that_may_return_views
-    return not is_view and len(list(_leaves(bsym))) > 1
-
-
-def _leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-    for sub in bsym.subsymbols:
-        yield from _leaves(sub)
-    if not bsym.subsymbols:
-        yield bsym
-
-
-def _with_result_apart(trace: TraceCtx, bsym: BoundSymbol, leaving: set[str]) -> list[BoundSymbol]:
-    """The operation with results of other names, so that it may be recomputed, and those under their own, to be kept.
-
-    Before: ``loss = cross_entropy(a, b)``
-    After:  ``t0 = cross_entropy(a, b)``, ``loss = shallow_copy(t0)``
-    """
-    given = names(bsym.flat_proxy_args)
-    results = {o.name: o for o in bsym.flat_proxy_outs if o.name in leaving and o.name not in given}
-    apart = {variableify(o): like(o, trace.make_name(prefix=o.prefix)) for o in results.values()}
-    made = bsym.from_bsym_swap_proxies(apart)
-    return [made, *(prims.shallow_copy.bind(apart[variableify(o)], output=o) for o in results.values())]
-
-
-def _is_buffer(i: thunder.nested.Input) -> bool:
-    return i.path is not None and Attr("_buffers") in i.path.steps[-2:]
-
-
-class _Marker:
-    """Tags an operation, or those that it consists of, for recomputation.
-
-    Args:
-        leaving: names of what leaves the function. It is not recomputed: others use it, and it may be a result of the
-            whole program, whose gradient belongs to the proxy of the forward pass.
-        changed: names of what is changed in place. What depends on it is not recomputed, so that no change is seen
-            early or made twice.
-    """
-
-    def __init__(self, leaving: set[str], changed: set[str]):
-        self._leaving, self._changed = leaving, set(changed)
-
-    def __call__(self, bsym: BoundSymbol) -> bool:
-        """Returns whether the whole operation was tagged."""
-        if bsym.subsymbols:
-            # all of them, not up to the first that is kept
-            whole = all([self(sub) for sub in bsym.subsymbols])
-        else:
-            whole = self._can_be_repeated(bsym)
-        outs = names(bsym.flat_proxy_outs)
-        # an operation that gives back its argument makes nothing; tagged, it would seem to need itself
-        whole = whole and not outs & (self._leaving | names(bsym.flat_proxy_args))
-        if whole:
-            bsym.tags.add(BoundSymbolTag.RECOMPUTE_IN_BACKWARD)
-        return whole
-
-    def _can_be_repeated(self, bsym: BoundSymbol) -> bool:
-        if names(bsym.flat_proxy_args) & self._changed:
-            self._changed |= names(bsym.flat_proxy_outs)
-            return False
-        if is_random(bsym) or has_tags(bsym, _NOT_REPEATED):
-            return False
-        # what gives no proxy at all converts a constant of the program
-        return all(isinstance(out, TensorProxy) for out in bsym.flat_proxy_outs)
+def _has_gradient(nested: NestedTrace) -> bool:
+    """Whether autograd may have anything to recompute; elsewhere thunder executes random operations in other ways."""
+    level, values = current_level(), [i.value for i in nested.inputs]
+    return any(may_require_grad(level, v) or may_require_grad_in_another_call(level, v) for v in values)
