@@ -24,11 +24,20 @@ before_function_callback = None
 
 
 def wrap(value, /, *, provenance):
-    wrapped = _installed_wrap(value, provenance=provenance)
+    wrapped = _wrapper_of_changed_list(value) if type(value) is list else None
+    if wrapped is None:
+        wrapped = _installed_wrap(value, provenance=provenance)
     if second_path_callback is not None and isinstance(wrapped, WrappedValue) and wrapped is not value:
         if wrapped.provenance is not provenance:
             second_path_callback(wrapped, provenance)
     return wrapped
+
+
+def _wrapper_of_changed_list(value):
+    """The wrapper of a list that was changed in a copy. The installed `wrap` asserts that they are equally long."""
+    known = get_interpreterruntimectx()._known_wrappers.get(id(value))
+    wrapper = known[0]() if known is not None else None
+    return wrapper if wrapper is not None and wrapper.original_value is value else None
 
 
 def _setup_frame_and_run_python_function(compilectx, runtimectx, wrapped_fn, /, *args, **kwargs):

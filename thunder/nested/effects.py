@@ -9,6 +9,7 @@ as it was. When the trace is replayed, all of these changes are made by the encl
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from types import CellType, MemberDescriptorType
 from typing import TYPE_CHECKING, Any
@@ -166,47 +167,63 @@ def replay_effects(level: Level, enclosing: Level, lift: Lift, rewrap: Callable[
         lift: finds the changed objects in the enclosing level.
         rewrap: gives the enclosing level's value for a (wrapped) value of the inner level.
     """
+    # all is looked up before anything is changed: a path leads to what the function found there
+    changes: list[Callable[[], None]] = []
     for modifications in level.ctx._additional_outputs.values():
         for inst, owner, key, value in modifications:
             assert inst is PseudoInst.STORE_SUBSCR, inst
-            _set_member(level, lift, owner, key, rewrap(value))
+            changes += _member_change(level, lift, owner, key, rewrap(value))
     for write in level.writes:
         target = lift(write.path)
         if isinstance(write.wrapper.value, CellType):
             value = rewrap(write.wrapper.attribute_wrappers["cell_contents"])
-            if enclosing.enclosing is not None:
-                enclosing.writes.before_cell(target)
-            target.value.cell_contents = value.value
-            populate_attribute_wrapper(target, "cell_contents", value)
+            changes.append(functools.partial(_set_cell, enclosing, target, value))
         else:
-            _assign_container(target, write.wrapper, rewrap)
+            changes.append(_container_change(target, write.wrapper, rewrap))
     for slot in level.writes.slots.values():
-        target, value = lift(slot.path), rewrap(slot.value)
-        _call(object.__setattr__, target, wrap_const(slot.name), value)
-        target.attribute_wrappers[slot.name] = value
+        changes.append(functools.partial(_set_slot, lift(slot.path), slot.name, rewrap(slot.value)))
+    for change in changes:
+        change()
     lift.forget()
 
 
-def _set_member(level: Level, lift: Lift, owner: WrappedValue, key: WrappedValue, value: WrappedValue) -> None:
-    """``owner`` is an object's ``__dict__`` or a module's ``_buffers``, ``_parameters`` or ``_modules``."""
-    from thunder.core.jit_ext import EXT_FLAG_IS_MODULE_MEMBER_DICT
+def _set_cell(enclosing: Level, target: WrappedValue, value: WrappedValue) -> None:
+    if enclosing.enclosing is not None:
+        enclosing.writes.before_cell(target)
+    target.value.cell_contents = value.value
+    populate_attribute_wrapper(target, "cell_contents", value)
 
+
+def _set_slot(target: WrappedValue, name: str, value: WrappedValue) -> None:
+    _call(object.__setattr__, target, wrap_const(name), value)
+    target.attribute_wrappers[name] = value
+
+
+def _member_change(
+    level: Level, lift: Lift, owner: WrappedValue, key: WrappedValue, value: WrappedValue
+) -> list[Callable[[], None]]:
+    """``owner`` is an object's ``__dict__`` or a module's ``_buffers``, ``_parameters`` or ``_modules``."""
     path = path_of(owner.provenance)
     if path is None:
         if _made_inside(owner.provenance.inputs[0]):
-            return  # it comes back with the result
+            return []  # it comes back with the result
         raise CaptureError(
             f"{name_of(level.fn)} sets `{unwrap(key)}` on an object that was reached in a way that cannot be "
             f"recorded. Pass the object as an argument or close over it."
         )
-    key, obj = wrap_const(unwrap(key)), lift(path.parent)
-    if path.steps[-1] == Attr("__dict__"):
+    members = None if path.steps[-1] == Attr("__dict__") else lift(path)
+    return [functools.partial(_set_member, lift(path.parent), members, wrap_const(unwrap(key)), value)]
+
+
+def _set_member(obj: WrappedValue, members: WrappedValue | None, key: WrappedValue, value: WrappedValue) -> None:
+    from thunder.core.jit_ext import EXT_FLAG_IS_MODULE_MEMBER_DICT
+
+    if members is None:
         _call(object.__setattr__, obj, key, value)
         if "__dict__" in obj.attribute_wrappers:
             members = obj.attribute_wrappers["__dict__"]
             members.item_wrappers[key.value], members.key_wrappers[key.value] = value, key
     else:
-        members = lift(path)
         members.provenance.ext_flag |= EXT_FLAG_IS_MODULE_MEMBER_DICT
         _call(dict.__setitem__, members, key, value)
     obj.attribute_wrappers[key.value] = value  # where the interpreter looks first
@@ -226,20 +243,35 @@ def _made_inside(provenance: ProvenanceRecord) -> bool:
     return provenance.inst is PseudoInst.NEW
 
 
-def _assign_container(target: WrappedValue, changed: WrappedValue, rewrap: Callable[[Any], WrappedValue]) -> None:
+def _container_change(
+    target: WrappedValue, changed: WrappedValue, rewrap: Callable[[Any], WrappedValue]
+) -> Callable[[], None]:
     if isinstance(changed.value, list):
-        items = rewrap_items(changed, rewrap)
-        _call(list.__setitem__, target, wrap_const(slice(None)), items)
-    elif isinstance(changed.value, dict):
-        for key in [k for k in unwrap(target) if k not in changed.value]:
-            _call(dict.__delitem__, target, wrap_const(key))
-        for key, value in changed.value.items():
-            known = unwrap(target).get(key, _EMPTY)
-            if known is not value:
-                _call(dict.__setitem__, target, wrap_const(key), rewrap(changed.item_wrappers.get(key, value)))
-    else:
-        _call(set.clear, target)
-        _call(set.update, target, wrap_const(set(changed.value)))
+        return functools.partial(
+            _call, list.__setitem__, target, wrap_const(slice(None)), rewrap_items(changed, rewrap)
+        )
+    if isinstance(changed.value, dict):
+        before = unwrap(target)
+        removed = [key for key in before if key not in changed.value]
+        items = {
+            key: rewrap(changed.item_wrappers.get(key, value))
+            for key, value in changed.value.items()
+            if before.get(key, _EMPTY) is not value
+        }
+        return functools.partial(_change_dict, target, removed, items)
+    return functools.partial(_change_set, target, set(changed.value))
+
+
+def _change_dict(target: WrappedValue, removed: list[Any], items: dict[Any, WrappedValue]) -> None:
+    for key in removed:
+        _call(dict.__delitem__, target, wrap_const(key))
+    for key, value in items.items():
+        _call(dict.__setitem__, target, wrap_const(key), value)
+
+
+def _change_set(target: WrappedValue, items: set[Any]) -> None:
+    _call(set.clear, target)
+    _call(set.update, target, wrap_const(items))
 
 
 def rewrap_items(changed: WrappedValue, rewrap: Callable[[Any], WrappedValue]) -> WrappedValue:

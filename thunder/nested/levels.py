@@ -175,7 +175,7 @@ class Level:
             if uvalue.name in self._reserved and isinstance(uvalue, (TensorProxy, NumberProxy)):
                 value.register_proxy(stand_in(self, uvalue, value.provenance))
                 value.python_typ = self._python_type(uvalue)
-        elif self.runtimes and isinstance(uvalue, (dict, list)):
+        elif self.runtimes and isinstance(uvalue, (dict, list, set)):
             self._adopt_changed_container(value)
 
     def _python_type(self, foreign: Proxy) -> type:

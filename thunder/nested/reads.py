@@ -337,7 +337,7 @@ class Resolve:
         return self._current(value)
 
     def _current(self, container: Any) -> Any:
-        if isinstance(container, (dict, list)):
+        if isinstance(container, (dict, list, set)):
             for runtime in self._runtimes:
                 known = runtime._known_wrappers.get(id(container))
                 wrapper = known[0]() if known is not None else None

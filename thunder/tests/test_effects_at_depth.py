@@ -304,6 +304,72 @@ def test_defaults(program, call):
     check(lambda c: functools.partial(program, c), (X,), call, calls=1)
 
 
+def changed_and_replaced_list(c, x):
+    box = Box([x])
+    old = box.value
+
+    def f(a):
+        box.value.append(a)
+        box.value = [*box.value, a * 2]
+        box.value.append(a * 3)
+
+        def g(b):
+            box.value.append(b)
+            box.value = box.value[1:]
+            return b * len(box.value)
+
+        return c(g, a) * len(box.value)
+
+    return c(f, x), box.value, old
+
+
+def swapped_objects(c, x):
+    box, table, pair = Box(Box(x)), {"a": Box(x * 2)}, [Box(x * 3), Box(x * 4)]
+
+    def f(a):
+        box.value, table["a"], pair[0], pair[1] = pair[0], box.value, pair[1], table["a"]
+        box.value.value = box.value.value + a
+        return a * 1
+
+    return c(f, x), box.value.value, table["a"].value, [b.value for b in pair]
+
+
+def set_in_two_levels(c, x):
+    seen = {1}
+
+    def f(a):
+        seen.add(2)
+
+        def g(b):
+            seen.add(len(seen) + 1)
+            return b * len(seen)
+
+        return c(g, a) * len(seen)
+
+    return c(f, x), sorted(seen)
+
+
+def object_of_several_names(c, x):
+    box = Box(x)
+    other, items = Box(box), [box]
+
+    def f(a):
+        box.value = box.value + a
+        other.value.value = other.value.value * 2
+        items[0].value = items[0].value - a
+        return a * box.value
+
+    return c(f, x), box.value, other.value.value, items[0].value
+
+
+@pytest.mark.parametrize("call", (inlined, operator, twice_deep))
+@pytest.mark.parametrize(
+    "program", (changed_and_replaced_list, swapped_objects, set_in_two_levels, object_of_several_names)
+)
+def test_what_was_found_is_changed(program, call):
+    check(lambda c: functools.partial(program, c), (X,), call, calls=1)
+
+
 def test_default_object_is_guarded():
     box = Box(2.0)
 
