@@ -192,6 +192,8 @@ def _random(draw: Any, scope: Scope) -> list[str]:
 
 
 def _no_grad(draw: Any, scope: Scope) -> list[str]:
+    if scope.depth < MAX_DEPTH and draw(st.booleans()):
+        return ["with torch.no_grad():", *_indent(_function(draw, scope))]
     new = scope.fresh("v")
     t = _tensor(draw, scope)
     scope.tensors.append(new)
