@@ -57,6 +57,7 @@ TESTED_DEFINITIONS = {
         "build_value_from_wrapped",
         "general_jit_callbacks",
         "general_jit_lookaside",
+        "get_parameter_or_buffer_or_submodule_name_and_root",
         "process_recorded_modifications",
         "propagate_constraints",
         "should_register_for_prologue",
@@ -68,7 +69,7 @@ TESTED_DEFINITIONS = {
     "core/transforms.py": ("sum_to",),
     "core/utils.py": ("ProxyDict", "safe_map_flat"),
 }
-TESTED_HASH = "83edd31118c0be23"
+TESTED_HASH = "7c2e58945ced8b4e"
 
 
 def tree() -> str:

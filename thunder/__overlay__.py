@@ -13,7 +13,7 @@ _installed_jit = jit
 
 @wraps(_installed_jit)
 def jit(fn, /, **options):
-    return make_reentrant(_installed_jit(fn, **options))
+    return make_reentrant(_installed_jit(fn, **options), options)
 
 
 register_general_jit_lookaside(jit)(jit_lookaside)

@@ -16,6 +16,7 @@ from thunder.core.interpreter import InterpreterError  # noqa: F401
 from thunder.nested.captures import wrap_default_objects
 from thunder.nested.effects import has_effects
 from thunder.nested.errors import ResultError, UntraceableCallableError, name_of
+from thunder.nested.overrides import member_of
 from thunder.nested.results import finish, unpack_enclosing_values
 
 _installed = {
@@ -27,6 +28,7 @@ _installed = {
         "_infer_name_postfix_from_provenance",
         "build_value_from_wrapped",
         "general_jit_lookaside",
+        "get_parameter_or_buffer_or_submodule_name_and_root",
         "interpret",
         "process_recorded_modifications",
         "thunder_general_jit",
@@ -71,6 +73,8 @@ class JitCtx(_installed["JitCtx"]):
         p = super().proxify(value)
         if isinstance(p, TensorProxy) and value.original_value is not value.nothing:
             self.level.python_types.setdefault(p.name, type(value.original_value))
+        elif isinstance(p, dict):  # changes are made in a copy, of which methods are called for the next ones
+            get_interpreterruntimectx().cache_wrapper(value)
         return p
 
 
@@ -116,6 +120,10 @@ general_jit_callbacks |= {
 
 def _infer_name_postfix_from_provenance(pr):
     return get_jit_ctx().level.postfix(pr, _installed["_infer_name_postfix_from_provenance"](pr))
+
+
+def get_parameter_or_buffer_or_submodule_name_and_root(provenance):
+    return member_of(provenance, _installed["get_parameter_or_buffer_or_submodule_name_and_root"])
 
 
 def interpret(fn, **options):

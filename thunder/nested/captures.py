@@ -16,12 +16,10 @@ from typing import Any
 import torch
 
 from thunder.core.interpreter import (
-    INTERPRETER_SIGNALS,
+    InterpreterError,
     ProvenanceRecord,
     PseudoInst,
     WrappedValue,
-    _interpret_call,
-    get_interpreterruntimectx,
     populate_single_dict_item_wrapper,
     unwrap,
     wrap,
@@ -33,7 +31,9 @@ from thunder.core.interpreter import (
 )
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import Proxy
-from thunder.nested.errors import CaptureError, name_of
+from thunder.nested.errors import CaptureError, NestedTracingError, name_of
+from thunder.nested.lookasides import call_interpreted
+from thunder.nested.overrides import model_of
 
 _HEAP_TYPE = 1 << 9  # Python's flag of the types that a `class` statement makes
 _ROOTS = {PseudoInst.INPUT_FN: "fn", PseudoInst.INPUT_ARGS: "args", PseudoInst.INPUT_KWARGS: "kwargs"}
@@ -219,23 +219,22 @@ class Lift:
             )
         if step == Attr("_model") and isinstance(unwrap(obj), ThunderModule):
             # not as a submodule, which a ThunderModule looks for in the module that it wraps
-            return wrap_attribute(unwrap(obj)._model, obj, wrap_const("_model"))
+            return model_of(obj)
         if self._direct:
             return _look_up(obj, step)
-        if isinstance(step, Attr):
-            value = _interpret_call(getattr, obj, wrap_const(step.name))
-        else:
-            from thunder.core.jit_ext import interpreted_getitem
+        from thunder.core.jit_ext import interpreted_getitem
 
-            value = _interpret_call(interpreted_getitem, obj, wrap_const(step.key))
-        if value is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-            runtime = get_interpreterruntimectx()
-            error, runtime.curexc = runtime.curexc, None
+        try:
+            if isinstance(step, Attr):
+                return call_interpreted(getattr, obj, wrap_const(step.name))
+            return call_interpreted(interpreted_getitem, obj, wrap_const(step.key))
+        except (InterpreterError, NestedTracingError):
+            raise
+        except Exception as error:
             raise CaptureError(
                 f"{name_of(unwrap(self.fn))} read `{path.spoken(unwrap(self.fn))}`, which the enclosing level cannot: "
                 f"{type(error).__name__}: {error}. Pass the value as an argument instead."
             ) from error
-        return value
 
     def value_of(self, foreign: Proxy, path: Path | None) -> Any:
         """The enclosing level's value for a foreign proxy: itself, unless it belongs to a level further out."""

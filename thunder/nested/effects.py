@@ -15,18 +15,17 @@ from types import CellType, MemberDescriptorType
 from typing import TYPE_CHECKING, Any
 
 from thunder.core.interpreter import (
-    INTERPRETER_SIGNALS,
     InterpreterFrame,
     ProvenanceRecord,
     PseudoInst,
     WrappedValue,
-    _interpret_call,
     populate_attribute_wrapper,
     unwrap,
     wrap_const,
 )
 from thunder.nested.captures import Attr, Lift, Path, path_of
 from thunder.nested.errors import CaptureError, name_of
+from thunder.nested.lookasides import call_interpreted
 
 if TYPE_CHECKING:
     from thunder.nested.levels import Level
@@ -195,7 +194,7 @@ def _set_cell(enclosing: Level, target: WrappedValue, value: WrappedValue) -> No
 
 
 def _set_slot(target: WrappedValue, name: str, value: WrappedValue) -> None:
-    _call(object.__setattr__, target, wrap_const(name), value)
+    call_interpreted(object.__setattr__, target, wrap_const(name), value)
     target.attribute_wrappers[name] = value
 
 
@@ -219,13 +218,13 @@ def _set_member(obj: WrappedValue, members: WrappedValue | None, key: WrappedVal
     from thunder.core.jit_ext import EXT_FLAG_IS_MODULE_MEMBER_DICT
 
     if members is None:
-        _call(object.__setattr__, obj, key, value)
+        call_interpreted(object.__setattr__, obj, key, value)
         if "__dict__" in obj.attribute_wrappers:
             members = obj.attribute_wrappers["__dict__"]
             members.item_wrappers[key.value], members.key_wrappers[key.value] = value, key
     else:
         members.provenance.ext_flag |= EXT_FLAG_IS_MODULE_MEMBER_DICT
-        _call(dict.__setitem__, members, key, value)
+        call_interpreted(dict.__setitem__, members, key, value)
     obj.attribute_wrappers[key.value] = value  # where the interpreter looks first
 
 
@@ -248,7 +247,7 @@ def _container_change(
 ) -> Callable[[], None]:
     if isinstance(changed.value, list):
         return functools.partial(
-            _call, list.__setitem__, target, wrap_const(slice(None)), rewrap_items(changed, rewrap)
+            call_interpreted, list.__setitem__, target, wrap_const(slice(None)), rewrap_items(changed, rewrap)
         )
     if isinstance(changed.value, dict):
         before = unwrap(target)
@@ -264,14 +263,14 @@ def _container_change(
 
 def _change_dict(target: WrappedValue, removed: list[Any], items: dict[Any, WrappedValue]) -> None:
     for key in removed:
-        _call(dict.__delitem__, target, wrap_const(key))
+        call_interpreted(dict.__delitem__, target, wrap_const(key))
     for key, value in items.items():
-        _call(dict.__setitem__, target, wrap_const(key), value)
+        call_interpreted(dict.__setitem__, target, wrap_const(key), value)
 
 
 def _change_set(target: WrappedValue, items: set[Any]) -> None:
-    _call(set.clear, target)
-    _call(set.update, target, wrap_const(items))
+    call_interpreted(set.clear, target)
+    call_interpreted(set.update, target, wrap_const(items))
 
 
 def rewrap_items(changed: WrappedValue, rewrap: Callable[[Any], WrappedValue]) -> WrappedValue:
@@ -280,13 +279,3 @@ def rewrap_items(changed: WrappedValue, rewrap: Callable[[Any], WrappedValue]) -
     fresh = wrap_const([item.value for item in items])
     fresh.item_wrappers = items
     return fresh
-
-
-def _call(fn: Callable, *args: WrappedValue) -> None:
-    result = _interpret_call(fn, *args)
-    if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-        from thunder.core.interpreter import get_interpreterruntimectx
-
-        runtime = get_interpreterruntimectx()
-        error, runtime.curexc = runtime.curexc, None
-        raise error

@@ -4,7 +4,8 @@ Stock thunder interprets them as a part of the caller, with a warning, or, where
 function, which cannot work with proxies. Here such a call is an inner level, and a region: it is traced once and
 replayed into the caller's trace for every call that reads the same (``regions.py``).
 Of the settings of its own ``thunder.jit`` an inner level has its executors' lookasides, ``sharp_edges`` and options;
-how it is cached, differentiated, transformed and executed is for the caller's to say, because it is one program.
+how it is cached, differentiated, transformed and executed is for the caller's to say, because it is one program
+(``overrides.py`` warns of it).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -37,18 +38,20 @@ from thunder.nested.effects import has_effects
 from thunder.nested.errors import ReplayError, name_of
 from thunder.nested.levels import current_level
 from thunder.nested.lookasides import as_lookaside
+from thunder.nested.overrides import check_members, model_of, warn_of_overridden
 from thunder.nested.replay import replay
 from thunder.nested.trace import NestedTrace
 
 
-def make_reentrant(jitted: Callable) -> Callable:
+def make_reentrant(jitted: Callable, options: Mapping[str, Any]) -> Callable:
     """What ``thunder.jit`` returns: ``jitted``, which may be called while another program is traced.
 
     Args:
         jitted: a function or ``ThunderModule`` that the installed ``thunder.jit`` made.
+        options: what ``thunder.jit`` was given.
     """
     data = jitted._lc_cd
-    inner = _Inner(jitted)
+    inner = _Inner(jitted, options)
     data.get_computation_and_inputs = _unless_nested(data.get_computation_and_inputs, inner.computation_and_inputs)
     data._get_computation_and_inputs = data.get_computation_and_inputs
     if isinstance(jitted, thunder.ThunderModule):
@@ -93,12 +96,13 @@ def jit_lookaside(fn: WrappedValue, **options: Any) -> WrappedValue:
 class _Inner:
     """A jitted callable as an inner level. Holds it and its compile data as the installed code does: weakly."""
 
-    def __init__(self, jitted: Callable):
+    def __init__(self, jitted: Callable, options: Mapping[str, Any]):
+        self._options: Mapping[str, Any] | None = options  # None once their part was played
         self._data, self._stats = weakref.ref(jitted._lc_cd), weakref.ref(jitted._lc_cs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Called by a lookaside with proxies: traces the function and replays the trace."""
-        return unwrap(self._trace(self._data().fn, args, kwargs).inline())
+        return unwrap(self._trace(self._plain_fn(), args, kwargs).inline())
 
     def interpreted(self, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
         """Called by interpreted code."""
@@ -106,7 +110,7 @@ class _Inner:
 
     def computation_and_inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple, tuple]:
         """What ``get_computation_and_inputs`` returns, with callables that work with proxies, while tracing."""
-        nested = self._trace(self._data().fn, args, kwargs)
+        nested = self._trace(self._plain_fn(), args, kwargs)
         if has_effects(nested._level):
             raise ReplayError(
                 f"{name_of(nested.fn)} changes objects outside of it, and its parts are asked for with proxies. An "
@@ -134,14 +138,22 @@ class _Inner:
         )
         return entry, *prologue(*args, **kwargs)
 
+    def _plain_fn(self) -> Callable:
+        """The function or module itself, whose parameters are those of the jitted one."""
+        jitted = self.callable()
+        if isinstance(jitted, thunder.ThunderModule):
+            check_members(jitted)
+        return self._data().fn
+
     def _wrapped_fn(self) -> WrappedValue:
         """The function or module itself, reached from the jitted one, so that what it captures can be unpacked."""
         jitted = self.callable()
         wrapped = wrap_const(jitted)  # what the interpreter has wrapped before keeps its wrapper
         if hasattr(wrapped, "jitted_fn"):
+            self._plain_fn()  # for the check
             return wrapped.jitted_fn
         if isinstance(jitted, thunder.ThunderModule):
-            return wrap_attribute(jitted._model, wrapped, wrap_const("_model"))
+            return model_of(wrapped)
         # the callable wraps the installed one, which wraps the function
         for fn in (jitted.__wrapped__, jitted.__wrapped__.__wrapped__):
             wrapped = wrap_attribute(fn, wrapped, wrap_const("__wrapped__"))
@@ -152,6 +164,7 @@ class _Inner:
         assert data is not None, "the jitted function has been dropped; keep it while its parts are in use"
         stats = self._stats() or CompileStats()  # nobody can ask for those of a jitted function that was dropped
         stats.calls += 1
+        self._warn_of_overridden(data)
         own = copy.copy(data)
         own.cache_option = get_cache_option()
         own.autocast_stack = AutocastStack()
@@ -163,3 +176,8 @@ class _Inner:
         stats.last_traces = [nested.results.computation_trace]
         stats.last_epilogue_traces = [nested.results.epilogue_trace]
         return nested
+
+    def _warn_of_overridden(self, data: Any) -> None:
+        if self._options is not None:
+            options, self._options = self._options, None  # once is enough
+            warn_of_overridden(data.fn, options, data, current_level().outermost.ctx.compile_data)

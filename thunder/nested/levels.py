@@ -110,6 +110,11 @@ class Level:
         """0 for the outermost level."""
         return 0 if self.enclosing is None else self.enclosing.depth + 1
 
+    @property
+    def outermost(self) -> Level:
+        """The level of depth 0."""
+        return self if self.enclosing is None else self.enclosing.outermost
+
     def attach(self, ctx: JitCtx) -> None:
         """Takes the context that ``thunder_general_jit`` made for this level."""
         self.ctx = ctx

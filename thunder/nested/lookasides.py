@@ -1,11 +1,21 @@
-"""How a lookaside of nested tracing is registered, and how it tells the interpreter of an exception."""
+"""How a lookaside is registered, and how exceptions pass between it and the interpreter, both ways."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from thunder.core.interpreter import InterpreterError, ProvenanceRecord, PseudoInst, WrappedValue, do_raise, wrap
+from thunder.core.interpreter import (
+    INTERPRETER_SIGNALS,
+    InterpreterError,
+    ProvenanceRecord,
+    PseudoInst,
+    WrappedValue,
+    _interpret_call,
+    do_raise,
+    get_interpreterruntimectx,
+    wrap,
+)
 from thunder.nested.errors import NestedTracingError
 
 
@@ -40,3 +50,17 @@ def as_lookaside(run: Callable[[], Any]) -> Any:
     except Exception as error:
         return do_raise(error)
     return wrap(result, provenance=ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[]))
+
+
+def call_interpreted(fn: Any, *args: WrappedValue) -> WrappedValue:
+    """Calls ``fn``, wrapped or not, in the current level's interpreter, on wrapped values; gives the wrapped result.
+
+    Raises:
+        Exception: what ``fn`` raised.
+    """
+    result = _interpret_call(fn, *args)
+    if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+        runtime = get_interpreterruntimectx()
+        error, runtime.curexc = runtime.curexc, None
+        raise error
+    return result

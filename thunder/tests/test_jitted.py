@@ -9,6 +9,7 @@ import torch
 from nested_helpers import CALLS, assert_same, check, inlined, jit, plain_call, with_lookaside
 
 import thunder
+import thunder.core.transform_common
 import thunder.nested
 from thunder.core.interpreter import unwrap
 
@@ -191,3 +192,162 @@ def test_a_dropped_jitted_function_is_freed():
         return weakref.ref(fn), weakref.ref(thunder.compile_data(fn))
 
     assert [reference() for reference in make()] == [None, None]
+
+
+# Settings, and parameters and buffers of its own
+
+
+class Doubles(thunder.core.transform_common.Transform):
+    """Marks what it has transformed; the results are the same."""
+
+    ran = 0
+
+    def transform_traces_pre_prologue(self, prologue, computation, epilogue, **kwargs):
+        self.ran += 1
+        return prologue, computation, epilogue
+
+
+def claiming_executor():
+    executor = thunder.extend.OperatorExecutor("claims_sin")
+    sin = executor.register_operator("claimed_sin", like=thunder.torch.sin, fn=torch.sin)
+    executor.register_implementation(thunder.torch.sin, sin)
+    return executor
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"transforms": [Doubles()]}, r"transforms=\['Doubles'\]"),
+        ({"cache": "no caching"}, "cache='no caching'"),
+        ({"executors": [claiming_executor()]}, r"executors=\['claims_sin'\]"),
+        ({"disable_torch_autograd": True}, "disable_torch_autograd=True"),
+        ({"transforms": [Doubles()], "cache": "no caching"}, r"transforms=.* and cache="),
+    ],
+)
+@pytest.mark.parametrize("call", (plain_call, inlined))
+def test_settings_that_do_not_count_are_named_once_at_the_call(options, named, call):
+    inner = thunder.jit(lambda a: a.sin(), **options)
+    x = X.detach().requires_grad_()
+    with pytest.warns(UserWarning, match=named) as caught:
+        result = jit(lambda x: call(lambda a: inner(a) * inner(a), x))(x)
+    (warning,) = [w for w in caught if "has no effect" in str(w.message)]
+    text = str(warning.message)
+    assert "test_jitted.py:" in text and "Give it to the `thunder.jit` of that program" in text
+    assert warning.filename == __file__
+    assert_same(result, x.sin() * x.sin())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert_same(thunder.jit(lambda x: inner(x) + 1)(x), x.sin() + 1)
+
+
+def test_settings_that_are_the_callers_are_not_warned_of():
+    executor = claiming_executor()
+    inner = thunder.jit(lambda a: a.sin(), cache="no caching", executors=[executor], transforms=[])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert_same(thunder.jit(lambda x: inner(x), cache="no caching", executors=[executor])(X), X.sin())
+
+
+def test_the_remedy_that_the_warning_names():
+    transform = Doubles()
+    jit(lambda x: thunder.jit(lambda a: a.sin())(x), transforms=[transform])(X)
+    assert transform.ran == 1
+
+
+class Exchanges(thunder.core.transform_common.Transform):
+    """Stores a weight in another way, as quantisation does."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def transform_module(self, module):
+        module._overrides_parameters["weight"] = torch.nn.Parameter(self.make(module.get_parameter("weight").detach()))
+
+
+@pytest.mark.parametrize("as_submodule", (False, True))
+@pytest.mark.parametrize("make", (lambda w: w.double(), lambda w: w.reshape(-1)), ids=("dtype", "shape"))
+def test_a_parameter_that_a_transform_has_exchanged_is_not_read_wrongly(make, as_submodule):
+    inner = thunder.jit(linear(), transforms=[Exchanges(make)])
+    outer = torch.nn.Sequential(inner) if as_submodule else lambda x: inner(x)
+    with pytest.raises(thunder.nested.CaptureError, match="`weight` of the jitted module .* transform Exchanges"):
+        thunder.jit(outer)(X)
+
+
+@pytest.mark.parametrize("in_lookaside", (False, True))
+def test_a_parameter_that_a_transform_of_a_module_made_on_the_spot_has_exchanged(in_lookaside):
+    module, double = linear(), Exchanges(lambda w: w.double())
+    call = with_lookaside(lambda fn, x: thunder.jit(unwrap(fn), transforms=[double])(unwrap(x)))
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = module
+
+        def forward(self, x):
+            return call(self.linear, x) if in_lookaside else thunder.jit(self.linear, transforms=[double])(x)
+
+    with pytest.raises(thunder.nested.CaptureError, match="`weight` of the jitted module .* transform Exchanges"):
+        jit(Model())(X)
+
+
+@pytest.mark.parametrize("call", (plain_call, *CALLS))
+def test_parameters_that_were_loaded_into_the_jitted_module(call):
+    inner, other = thunder.jit(linear()), torch.nn.Linear(4, 4)
+    inner.load_state_dict(other.state_dict(), assign=True)
+    x, y = (X.detach().requires_grad_() for _ in range(2))
+    result = jit(lambda x: call(inner, x))(x)
+    assert_same(result, other(y))
+    result.sum().backward()
+    other(y).sum().backward()
+    assert_same([x.grad, inner.get_parameter("weight").grad], [y.grad, other.weight.grad])
+
+
+def test_loaded_parameters_of_a_jitted_submodule_are_not_read_wrongly():
+    """The outer module has parameters of its own for all of its submodules."""
+    inner = thunder.jit(linear())
+    inner.load_state_dict(torch.nn.Linear(4, 4).state_dict(), assign=True)
+    with pytest.raises(thunder.nested.CaptureError, match="`weight` of the jitted module"):
+        jit(torch.nn.Sequential(inner))(X)
+
+
+class Norm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(x) * 2
+
+
+@pytest.mark.parametrize("make", (Norm, lambda: torch.nn.BatchNorm1d(4)), ids=("in a module", "itself"))
+@pytest.mark.parametrize("call", (plain_call, inlined))
+def test_buffers_of_the_jitted_module_go_on_from_one_call_to_the_next(make, call):
+    expected, inner = make(), thunder.jit(make())
+    outer = jit(lambda x: call(inner, x.sin()) + call(inner, x))
+    for _ in range(2):
+        assert_same(inner(X), expected(X))  # by itself
+        assert_same(outer(X), expected(X.sin()) + expected(X))
+        assert_same(dict(inner.named_buffers()), dict(expected.named_buffers()))
+
+
+def test_buffers_of_a_jitted_submodule_are_in_the_state_of_the_outer_module():
+    def make(wrap):
+        return torch.nn.Sequential(torch.nn.Tanh(), wrap(Norm()))
+
+    expected, outer = make(lambda m: m), jit(make(thunder.jit))
+    for _ in range(2):
+        assert_same(outer(X), expected(X))
+    found = {name.replace("_model.", ""): value for name, value in outer.state_dict().items()}
+    assert_same(found, dict(expected.state_dict()))
+
+
+class OuterExchanges(thunder.core.transform_common.Transform):
+    def transform_module(self, module):
+        with torch.no_grad():
+            module._overrides_parameters["0._model.weight"] = torch.nn.Parameter(torch.eye(4))
+
+
+def test_an_outer_transform_reaches_the_parameters_of_a_jitted_submodule():
+    inner = linear()
+    outer = jit(torch.nn.Sequential(thunder.jit(inner)), transforms=[OuterExchanges()])
+    assert_same(outer(X), X @ torch.eye(4) + inner.bias)

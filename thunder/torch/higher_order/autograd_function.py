@@ -13,21 +13,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from thunder.core.interpreter import (
-    INTERPRETER_SIGNALS,
-    WrappedValue,
-    _interpret_call,
-    get_interpreterruntimectx,
-    unwrap,
-    wrap_const,
-)
+from thunder.core.interpreter import WrappedValue, unwrap, wrap_const
 from thunder.core.jit_ext import interpreted_getitem
 from thunder.nested.errors import name_of
-from thunder.nested.lookasides import lookaside
+from thunder.nested.lookasides import call_interpreted, lookaside
 from thunder.torch.higher_order.custom_gradient import Definition, apply
 
 _Function = torch.autograd.Function
@@ -100,16 +92,7 @@ def _autograd_function_apply(
 
 
 def _attribute(obj: WrappedValue, name: str) -> WrappedValue:
-    return _called(getattr, obj, wrap_const(name))
-
-
-def _called(fn: Any, *args: WrappedValue) -> WrappedValue:
-    value = _interpret_call(fn, *args)
-    if value is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-        runtime = get_interpreterruntimectx()
-        error, runtime.curexc = runtime.curexc, None
-        raise error
-    return value
+    return call_interpreted(getattr, obj, wrap_const(name))
 
 
 def _bound(
@@ -127,5 +110,7 @@ def _bound(
     defaults = [p.name for p in signature.parameters.values() if p.default is not p.empty]
     for i, name in enumerate(defaults):
         if name not in given:
-            bound.arguments[name] = _called(interpreted_getitem, _attribute(forward, "__defaults__"), wrap_const(i))
+            bound.arguments[name] = call_interpreted(
+                interpreted_getitem, _attribute(forward, "__defaults__"), wrap_const(i)
+            )
     return bound.args if has_setup else bound.args[1:]

@@ -14,7 +14,6 @@ from thunder.core.interpreter import (
     ProvenanceRecord,
     PseudoInst,
     WrappedValue,
-    _interpret_call,
     unwrap,
     wrap,
     wrap_const,
@@ -23,7 +22,7 @@ from thunder.core.interpreter import (
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.trace import get_tracectx
 from thunder.nested.levels import current_level
-from thunder.nested.lookasides import lookaside
+from thunder.nested.lookasides import call_interpreted, lookaside
 from thunder.nested.trace import trace
 from thunder.torch.higher_order.gradient_rule import (
     AutogradFunctionError,
@@ -156,7 +155,7 @@ def _computed(value: Any) -> WrappedValue:
 def _item(result: WrappedValue, i: int) -> WrappedValue:
     from thunder.core.jit_ext import interpreted_getitem
 
-    return _interpret_call(interpreted_getitem, result, wrap_const(i))
+    return call_interpreted(interpreted_getitem, result, wrap_const(i))
 
 
 @dataclasses.dataclass(frozen=True)
