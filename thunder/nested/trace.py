@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from thunder.core.compile_data import get_compile_data
@@ -111,6 +111,7 @@ class NestedTrace:
         self._level, self._lift = level, lift
         self._replayed = False
         level.guard(lift)
+        self._may_require_grad = self._gradients_of_arguments(lift)
         self.inputs = self._inputs()
         self._rename()
 
@@ -297,24 +298,38 @@ class NestedTrace:
                 f"{name_of(self.fn)} was traced with {expected[0]} positional arguments and the keywords "
                 f"{sorted(expected[1])}, and is called with {len(args)} and {sorted(kwargs)}. Trace it with both forms."
             )
-        for _, *values in self._level.ctx._constraints:
-            path = self._level.path_to(values[0]) if isinstance(values[0], Proxy) else None
-            if path is None or path.is_capture:
-                continue
-            was = self._description(values[0] if len(values) == 1 else values[1])
-            now = self._description(lift(path).value)
+        gradients = self._gradients_of_arguments(lift)
+        for path, values in self._checks_of_arguments():
+            was = self._description(values[0] if len(values) == 1 else values[1], self._may_require_grad.get(path))
+            now = self._description(lift(path).value, gradients.get(path))
             if was != now:
                 raise ArgumentError(
                     f"{name_of(self.fn)} was traced with {was} for `{path}`, and is called with {now}. Trace it once "
                     f"for each kind of argument."
                 )
 
-    def _description(self, value: Any) -> str:
+    def _checks_of_arguments(self) -> Iterator[tuple[Path, list[Any]]]:
+        for _, *values in self._level.ctx._constraints:
+            path = self._level.path_to(values[0]) if isinstance(values[0], Proxy) else None
+            if path is not None and not path.is_capture:
+                yield path, values
+
+    def _gradients_of_arguments(self, lift: Lift) -> dict[Path, bool]:
+        """Whether each argument may require a gradient, if the function's trace depends on it."""
+        from thunder.torch.higher_order.requires_grad import may_require_grad
+
+        if not self._level.reads_requires_grad:
+            return {}
+        paths = {path for path, _ in self._checks_of_arguments()}
+        return {path: may_require_grad(self._enclosing, lift(path).value) for path in paths}
+
+    def _description(self, value: Any, may_require_grad: bool | None) -> str:
         shape = getattr(value, "_shape", None)
         if shape is None:
             return repr(value)
-        # intermediate values never say that they require a gradient, so it counts only where the function asked
-        grad = f", requires_grad={value.requires_grad}" if self._level.reads_requires_grad else ""
+        grad = ""
+        if may_require_grad is not None:  # it counts only where the function asked; intermediate values never say so
+            grad = f", requires_grad={value.requires_grad}, with{'' if may_require_grad else 'out'} a gradient"
         return f"a tensor of shape {tuple(shape)}, {value.dtype}, on {value.device}{grad}"
 
 

@@ -874,6 +874,32 @@ def test_replay_where_a_gradient_is_needed():
     check(lambda _: program, (tensor(4), tensor(4, seed=1)), plain_call)
 
 
+class AsksForNeeds(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3 if ctx.needs_input_grad[0] else None
+
+
+@pytest.mark.parametrize("depth", (1, 2))
+def test_replay_where_another_answer_was_relied_on(depth):
+    """The backward was traced for an input that needs no gradient, and would lose the one that the other needs."""
+
+    def run(a):
+        return AsksForNeeds.apply(a)
+
+    def program(x, y):
+        fn = run if depth == 1 else lambda a: inlined(run, a)
+        return sum(for_both(fn, (x > 0) * 2.0, x * y))
+
+    with pytest.raises(thunder.nested.ArgumentError, match="without a gradient for `args.0.`.* with a gradient"):
+        jit(program)(tensor(4), tensor(4, seed=1))
+    check(lambda _: lambda x, y: sum(for_both(run, x + y, x * y)), (tensor(4), tensor(4, seed=1)), plain_call)
+
+
 class Unwilling(Function):
     """A backward that cannot be traced."""
 

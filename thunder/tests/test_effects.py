@@ -287,8 +287,8 @@ def in_place_on_view_of_capture(c, x):
     y = x * 1
 
     def body(a):
-        y[0].add_(a[1])
-        return a * 2
+        y[0].add_(1)
+        return a * y
 
     return c(body, x) + y
 
