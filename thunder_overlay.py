@@ -49,6 +49,7 @@ TESTED_DEFINITIONS = {
         "_general_jit_lookaside_map[hasattr]",
         "_general_jit_object_setattr_lookaside",
         "_general_jit_setattr_lookaside",
+        "_general_jit_sharp_edge",
         "_general_jit_store_deref_callback",
         "_general_jit_wrap_callback",
         "_infer_name_postfix_from_provenance",
@@ -69,7 +70,7 @@ TESTED_DEFINITIONS = {
     "core/transforms.py": ("sum_to",),
     "core/utils.py": ("ProxyDict", "safe_map_flat"),
 }
-TESTED_HASH = "7c2e58945ced8b4e"
+TESTED_HASH = "dc5a534ebf02abf3"
 
 
 def tree() -> str:

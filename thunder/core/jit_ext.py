@@ -15,7 +15,7 @@ from thunder.core.compile_data import compile_data_and_stats  # noqa: F401  (lik
 from thunder.core.interpreter import InterpreterError  # noqa: F401
 from thunder.nested.captures import wrap_default_objects
 from thunder.nested.effects import has_effects
-from thunder.nested.errors import ResultError, UntraceableCallableError, name_of
+from thunder.nested.errors import ResultError, UntraceableCallableError, name_of, user_location
 from thunder.nested.overrides import member_of
 from thunder.nested.results import finish, unpack_enclosing_values
 
@@ -23,6 +23,7 @@ _installed = {
     name: globals()[name]
     for name in (
         "JitCtx",
+        "_general_jit_sharp_edge",
         "_general_jit_wrap_callback",
         "_general_jit_store_deref_callback",
         "_infer_name_postfix_from_provenance",
@@ -85,6 +86,12 @@ def _general_jit_wrap_callback(value):
     if level.reads is not None:
         level.reads.note(value, level)
     return result
+
+
+def _general_jit_sharp_edge(desc, value, /):
+    location = user_location()
+    where = "" if location is None else " It is at {}:{}.".format(*location)
+    return _installed["_general_jit_sharp_edge"](desc + where, value)
 
 
 def _note_second_path(value, provenance):

@@ -6,6 +6,8 @@ import functools
 import inspect
 from collections.abc import Callable
 
+from thunder.core.interpreter import get_interpreterruntimectx
+
 
 class NestedTracingError(RuntimeError):
     """The base of all errors that nested tracing raises by itself (the user's own exceptions pass unchanged)."""
@@ -58,3 +60,11 @@ def name_of(fn: Callable) -> str:
     code = next((c.__code__ for c in candidates if hasattr(c, "__code__")), None)
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
     return f"`{name}`" if code is None else f"`{name}` ({code.co_filename}:{code.co_firstlineno})"
+
+
+def user_location() -> tuple[str, int] | None:
+    """File and line of the program that is being interpreted, or None where no code of the user's is."""
+    filename, positions = get_interpreterruntimectx().get_current_user_source_location()
+    if filename is None or positions is None or positions.lineno is None:
+        return None
+    return filename, positions.lineno

@@ -14,13 +14,12 @@ import functools
 import inspect
 import re
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import thunder.clang as clang
-from thunder.core.compile_data import _compile_data, get_compile_data
+from thunder.core.compile_data import _compile_data
 from thunder.core.interpreter import (
     InterpreterError,
     InterpreterRuntimeCtx,
@@ -31,14 +30,16 @@ from thunder.core.interpreter import (
 )
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
 from thunder.core.utils import is_hashable
+from thunder.nested.ambient import ambient_state as ambient_state
+from thunder.nested.ambient import inherited_state
 from thunder.nested.captures import Lift, Path, path_of
 from thunder.nested.effects import Writes
-from thunder.nested.errors import CaptureError, EscapedProxyError, NestedTracingError, name_of
+from thunder.nested.ended import EndedProxies
+from thunder.nested.errors import CaptureError, NestedTracingError
 from thunder.nested.reads import Reads
 from thunder.nested.stand_ins import stand_in
 
 if TYPE_CHECKING:
-    from thunder.common import CompileData
     from thunder.core.jit_ext import JitCtx
 
 _READS_REQUIRES_GRAD = TensorProxy.requires_grad.fget
@@ -97,8 +98,7 @@ class Level:
         self.ambient: tuple | None = None
         self.runtimes: tuple[InterpreterRuntimeCtx, ...] = ()
         self._interprets_root = False
-        # proxies of inner levels that have ended, by identity; kept by the outermost level
-        self._ended: dict[int, tuple[weakref.ref, str]] = {} if enclosing is None else enclosing._ended
+        self._ended: EndedProxies = EndedProxies() if enclosing is None else enclosing._ended
         if enclosing is not None:
             self._reserved = set(enclosing.ctx.computation_trace.names)
             self.runtimes = (get_interpreterruntimectx(), *enclosing.runtimes)
@@ -175,8 +175,7 @@ class Level:
         """Puts this level's own value in the place of one of the enclosing levels'. Called for every wrapped value."""
         uvalue = value.value
         if isinstance(uvalue, Proxy):
-            if id(uvalue) in self._ended:
-                self._check_not_ended(uvalue)
+            self._ended.check(uvalue, self)
             if uvalue.name in self._reserved and isinstance(uvalue, (TensorProxy, NumberProxy)):
                 value.register_proxy(stand_in(self, uvalue, value.provenance))
                 value.python_typ = self._python_type(uvalue)
@@ -204,15 +203,6 @@ class Level:
                 if isinstance(changed, list):
                     value.item_wrappers = [None] * len(changed)
                 return
-
-    def _check_not_ended(self, proxy: Proxy) -> None:
-        reference, maker = self._ended[id(proxy)]
-        if reference() is proxy:
-            raise EscapedProxyError(
-                f"The proxy {proxy.name} was made while {maker} was traced, and is used in {name_of(self.fn)} after "
-                f"that trace has ended. Take the values of a nested trace from what `inline()`, `as_operator()` or "
-                f"`thunder_callable()` return; do not keep the proxies that the inner function worked with."
-            )
 
     #
     # The root function
@@ -309,17 +299,6 @@ class Level:
             except CaptureError as error:
                 reads.refuse(str(error))
 
-    def retire(self) -> None:
-        """Remembers the level's proxies as those of a level that has ended."""
-        if self.enclosing is None or self.ctx is None:
-            return
-        maker = name_of(self.fn)
-        own = [p for bsym in self.ctx.computation_trace.bound_symbols for p in bsym.flat_proxy_outs]
-        for proxy in (*own, *self.own.values()):
-            if self.is_foreign(proxy):
-                continue
-            self._ended[id(proxy)] = (weakref.ref(proxy), maker)
-
 
 def _plain(fn: Callable) -> Callable:
     return getattr(fn, "__func__", fn)
@@ -335,37 +314,11 @@ def enter_level(fn: Callable, arguments: tuple[tuple, dict], *, lenient: bool = 
         if enclosing is None:
             yield level
         else:
-            with _ambient_state(level):
+            with inherited_state(level):
                 yield level
     finally:
         _level.reset(token)
         level.writes.undo()
-        level.retire()
+        level._ended.add(level)
         if level.ctx is not None:
             level.ctx.level = None  # a cycle would keep the arguments until the next garbage collection
-
-
-@contextlib.contextmanager
-def _ambient_state(level: Level) -> Iterator[None]:
-    """An inner level begins with the enclosing grad mode and autocast, and its changes end with it."""
-    data, enclosing = get_compile_data(), level.enclosing.ctx.compile_data
-    before = [(d, ambient_state(d)) for d in (data, enclosing)]
-    set_ambient_state(data, ambient_state(enclosing))
-    try:
-        yield
-        level.final_state = ambient_state(data)
-    finally:
-        for d, state in before:
-            set_ambient_state(d, state)
-
-
-def ambient_state(data: CompileData) -> tuple[bool, tuple]:
-    """Grad mode and autocast stack, as the operations that are traced next will see them."""
-    return data.is_grad_enabled, tuple(data.autocast_stack.stack)
-
-
-def set_ambient_state(data: CompileData, state: tuple[bool, tuple]) -> None:
-    """Puts back what :func:`ambient_state` returned."""
-    data.is_grad_enabled, autocast = state
-    data.autocast_stack.stack.clear()
-    data.autocast_stack.stack.extend(autocast)

@@ -18,14 +18,13 @@ from thunder.core.interpreter import (
     ProvenanceRecord,
     PseudoInst,
     WrappedValue,
-    get_interpreterruntimectx,
     unwrap,
     wrap_attribute,
     wrap_const,
 )
 from thunder.core.module import ThunderModule
 from thunder.core.options import resolve_cache_option
-from thunder.nested.errors import CaptureError, name_of
+from thunder.nested.errors import CaptureError, name_of, user_location
 
 
 def warn_of_overridden(fn: Callable, options: Mapping[str, Any], own: Any, outermost: Any) -> None:
@@ -43,11 +42,11 @@ def warn_of_overridden(fn: Callable, options: Mapping[str, Any], own: Any, outer
         f"{name_of(fn)} was compiled by `thunder.jit` with {' and '.join(settings)}, and is a part of the program of "
         f"{name_of(outermost.fn)} here, where this has no effect. Give it to the `thunder.jit` of that program."
     )
-    filename, positions = get_interpreterruntimectx().get_current_user_source_location()
-    if filename is None or positions is None or positions.lineno is None:
+    location = user_location()
+    if location is None:
         warnings.warn(message, stacklevel=2)
     else:
-        warnings.warn_explicit(message, UserWarning, filename, positions.lineno)
+        warnings.warn_explicit(message, UserWarning, *location)
 
 
 def _overridden(options: Mapping[str, Any], own: Any, outermost: Any) -> Iterator[str]:

@@ -21,9 +21,10 @@ import torch
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import WrappedValue, get_interpreterruntimectx, unwrap
 from thunder.core.trace import TraceResults
+from thunder.nested.ambient import ambient_state
 from thunder.nested.captures import Lift, wrap_call
 from thunder.nested.errors import ArgumentError, OutsideTraceError, name_of
-from thunder.nested.levels import Level, ambient_state, current_level
+from thunder.nested.levels import Level, current_level
 from thunder.nested.lookasides import as_lookaside
 from thunder.nested.reads import Reads, Resolve
 from thunder.nested.rewrap import is_rebuilt_from_parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from thunder.core.compile_data import get_compile_data
@@ -11,22 +11,22 @@ from thunder.core.interpreter import (
     WrappedValue,
     unwrap,
 )
-from thunder.core.prims import OpTags, PrimIDs, shallow_copy
-from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, is_proxy_name_available, variableify
-from thunder.core.symbol import Symbol, has_tags
+from thunder.core.proxies import Proxy, is_proxy_name_available, variableify
 from thunder.core.trace import TraceCtx, TraceResults, get_tracectx
+from thunder.nested.ambient import ambient_state, set_ambient_state
 from thunder.nested.captures import Lift, Path, plain_closure, wrap_call
-from thunder.nested.effects import has_effects, replay_effects, written_values
-from thunder.nested.errors import (
-    ArgumentError,
-    InPlaceError,
-    LevelError,
-    OutsideTraceError,
-    ReplayError,
-    UntraceableCallableError,
-    name_of,
+from thunder.nested.checks import (
+    ArgumentChecks,
+    check_callable,
+    check_level,
+    check_no_in_place,
+    check_replayable,
+    enclosing_level,
 )
-from thunder.nested.levels import Level, ambient_state, current_level, set_ambient_state
+from thunder.nested.effects import replay_effects, written_values
+from thunder.nested.errors import ArgumentError, name_of
+from thunder.nested.levels import Level, current_level
+from thunder.nested.operators import Operator, all_or_none_detached
 from thunder.nested.replay import Substitution, replay
 from thunder.nested.results import own_inputs
 from thunder.nested.rewrap import Rewrap, reachable_proxies
@@ -80,8 +80,8 @@ def trace(fn: WrappedValue | Callable, /, *args: Any, **kwargs: Any) -> NestedTr
 
 def trace_with(fn: Any, args: tuple, kwargs: dict, prepare: Callable[[Level], None] | None = None) -> NestedTrace:
     """:func:`trace`; ``prepare`` gets the level before the function is interpreted."""
-    _enclosing("trace")
-    _check_callable(unwrap(fn))
+    enclosing_level("trace")
+    check_callable(unwrap(fn))
     fn, closed_over = plain_closure(fn)
     wrapped_fn, wrapped_args, wrapped_kwargs = wrap_call(fn, args, kwargs)
     ufn = unwrap(wrapped_fn)
@@ -111,7 +111,7 @@ class NestedTrace:
         self._level, self._lift = level, lift
         self._replayed = False
         level.guard(lift)
-        self._may_require_grad = self._gradients_of_arguments(lift)
+        self._check_arguments = ArgumentChecks(level, lift)
         self.inputs = self._inputs()
         self._rename()
 
@@ -150,7 +150,7 @@ class NestedTrace:
             ResultError: the function returns what the enclosing level cannot represent.
             Exception: what the function raised.
         """
-        self._check_replayable("inline")
+        check_replayable(self, "inline")
         replayed = replay(self.computation_trace, [i.value for i in self.inputs], get_tracectx())
         return self._finish_replay(replayed)
 
@@ -169,10 +169,10 @@ class NestedTrace:
             InPlaceError: the function changes a tensor in place, which thunder's aliasing rules do not see in there.
             LevelError, ReplayError, ResultError: as for :meth:`inline`.
         """
-        self._check_replayable("as_operator")
+        check_replayable(self, "as_operator")
         if not name.isidentifier():
             raise ArgumentError(f"The operator's name must be a Python identifier, but it is {name!r}.")
-        self._check_no_in_place()
+        check_no_in_place(self)
         raised = [] if self.exception is None else [self.exception.args, vars(self.exception)]
         values = [self.result, *written_values(self._level), *raised]
         names = [self._level.final_name(p) for p in reachable_proxies(self._level, values)]
@@ -201,10 +201,10 @@ class NestedTrace:
             ArgumentError: the arguments do not fit those that the trace was made with.
             LevelError, ReplayError: as for :meth:`inline`.
         """
-        self._check_level("thunder_callable")
+        check_level(self, "thunder_callable")
 
         def thunder_callable(*args: Any, **kwargs: Any) -> Any:
-            self._check_replayable("thunder_callable")
+            check_replayable(self, "thunder_callable")
             _, wrapped_args, wrapped_kwargs = wrap_call(self.fn, args, kwargs)
             lift = self._lift.with_arguments(wrapped_args, wrapped_kwargs)
             self._check_arguments(wrapped_args, wrapped_kwargs, lift)
@@ -252,126 +252,10 @@ class NestedTrace:
     def _operator_meta(self, made: list[str]) -> Callable:
         def meta(*inputs: Any) -> tuple[Any, ...]:
             replayed = replay(self.computation_trace, inputs, get_tracectx())
-            return _all_or_none_detached([replayed[name] for name in made])
+            return all_or_none_detached([replayed[name] for name in made])
 
         return meta
 
     @staticmethod
     def _bind_operator(bsym: Any) -> None:
         bsym._call_ctx = {bsym.sym.name: bsym.sym}
-
-    #
-    # Misuse
-    #
-
-    def _check_level(self, method: str) -> None:
-        enclosing = _enclosing(f"NestedTrace.{method}")
-        if enclosing is not self._enclosing:
-            raise LevelError(
-                f"The trace of {name_of(self.fn)} was made while {name_of(self._enclosing.fn)} was traced, and "
-                f"`{method}` is called while {name_of(enclosing.fn)} is. Trace the function anew, with "
-                f"`thunder.nested.trace`, in the lookaside that uses it."
-            )
-
-    def _check_replayable(self, method: str) -> None:
-        self._check_level(method)
-        if self._replayed and has_effects(self._level):
-            raise ReplayError(
-                f"{name_of(self.fn)} changes objects outside of it, and was traced as they were before its first "
-                f"replay. Trace it anew, with `thunder.nested.trace`, to call it once more."
-            )
-
-    def _check_no_in_place(self) -> None:
-        for bsym in self.computation_trace.bound_symbols:
-            if has_tags(bsym, {OpTags.IN_PLACE}) or bsym.sym.id is PrimIDs.COPY_:
-                where = f" at {bsym.source_filename}:{bsym.source_positions.lineno}" if bsym.source_positions else ""
-                raise InPlaceError(
-                    f"{name_of(self.fn)} changes a tensor in place (`{bsym.sym.name}`{where}), which one operator "
-                    f"cannot hold. Use the function's out-of-place form, or replay the trace with `inline()`."
-                )
-
-    def _check_arguments(self, args: tuple, kwargs: dict, lift: Lift) -> None:
-        """Each check that the inner prologue makes of an argument, made of the arguments of this call."""
-        expected = (len(self._lift.args), set(self._lift.kwargs))
-        if (len(args), set(kwargs)) != expected:
-            raise ArgumentError(
-                f"{name_of(self.fn)} was traced with {expected[0]} positional arguments and the keywords "
-                f"{sorted(expected[1])}, and is called with {len(args)} and {sorted(kwargs)}. Trace it with both forms."
-            )
-        gradients = self._gradients_of_arguments(lift)
-        for path, values in self._checks_of_arguments():
-            was = self._description(values[0] if len(values) == 1 else values[1], self._may_require_grad.get(path))
-            now = self._description(lift(path).value, gradients.get(path))
-            if was != now:
-                raise ArgumentError(
-                    f"{name_of(self.fn)} was traced with {was} for `{path}`, and is called with {now}. Trace it once "
-                    f"for each kind of argument."
-                )
-
-    def _checks_of_arguments(self) -> Iterator[tuple[Path, list[Any]]]:
-        for _, *values in self._level.ctx._constraints:
-            path = self._level.path_to(values[0]) if isinstance(values[0], Proxy) else None
-            if path is not None and not path.is_capture:
-                yield path, values
-
-    def _gradients_of_arguments(self, lift: Lift) -> dict[Path, bool]:
-        """Whether each argument may require a gradient, if the function's trace depends on it."""
-        from thunder.torch.higher_order.requires_grad import may_require_grad
-
-        if not self._level.reads_requires_grad:
-            return {}
-        paths = {path for path, _ in self._checks_of_arguments()}
-        return {path: may_require_grad(self._enclosing, lift(path).value) for path in paths}
-
-    def _description(self, value: Any, may_require_grad: bool | None) -> str:
-        shape = getattr(value, "_shape", None)
-        if shape is None:
-            return repr(value)
-        grad = ""
-        if may_require_grad is not None:  # it counts only where the function asked; intermediate values never say so
-            grad = f", requires_grad={value.requires_grad}, with{'' if may_require_grad else 'out'} a gradient"
-        return f"a tensor of shape {tuple(shape)}, {value.dtype}, on {value.device}{grad}"
-
-
-def _all_or_none_detached(outputs: list[Any]) -> tuple[Any, ...]:
-    """Thunder differentiates no operation of which one result is detached: those results become copies that are not."""
-    detached = [isinstance(o, TensorProxy) and ProxyTag.DETACHED_AUTOGRAD_GRAPH in o.tags for o in outputs]
-    if all(detached):
-        return tuple(outputs)
-    return tuple(shallow_copy(o) if is_detached else o for o, is_detached in zip(outputs, detached))
-
-
-class Operator(Symbol):
-    """The symbol of one :meth:`NestedTrace.as_operator`. Two are equal only if they are the same one.
-
-    Symbols of one id are else taken for equal, and then a pass that removes common subexpressions would take two
-    operators of the same name for the same computation.
-    """
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
-
-def _enclosing(what: str) -> Level:
-    level = current_level()
-    if level is None:
-        raise OutsideTraceError(
-            f"`thunder.nested.{what}` was called while nothing is traced. Call it in a lookaside, registered with "
-            f"`thunder.nested.lookaside`, of a function that runs under `thunder.jit`."
-        )
-    return level
-
-
-def _check_callable(fn: Any) -> None:
-    if not callable(fn):
-        raise UntraceableCallableError(f"{fn!r} is not callable, so there is nothing to trace.")
-    try:
-        hash(fn)
-    except TypeError as error:
-        raise UntraceableCallableError(
-            f"{name_of(fn)} cannot be hashed ({error}), so it cannot be told from other callables. Define `__hash__` "
-            f"on {type(fn).__qualname__}, or pass its bound `__call__` method."
-        ) from None

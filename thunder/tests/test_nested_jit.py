@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import functools
 import sys
 import threading
@@ -29,6 +30,7 @@ from thunder.core.jit_ext import (
 )
 
 SCALE = 2.0
+PARAMETER = torch.nn.Parameter(torch.ones(4))
 WEIGHT = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 
 
@@ -47,6 +49,17 @@ Pair = collections.namedtuple("Pair", ["first", "second"])
 class Box:
     value: torch.Tensor
     tag: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    value: torch.Tensor
+    items: tuple
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
 
 
 class Block(torch.nn.Module):
@@ -142,6 +155,65 @@ def decorated(call, x):
     return call(body, x)
 
 
+def decorated_with_arguments_and_by_a_class(call, x):
+    def scaled(scale):
+        def decorate(fn):
+            @functools.wraps(fn)
+            def wrapper(*args, **kwargs):
+                return fn(*args, **kwargs) * scale
+
+            return wrapper
+
+        return decorate
+
+    class Shifted:
+        def __init__(self, fn):
+            self.fn = fn
+
+        def __call__(self, a):
+            return self.fn(a) + 1
+
+    @Shifted
+    @scaled(3.0)
+    @scaled(scale=2.0)
+    def body(a):
+        return a.sin()
+
+    return call(body, x)
+
+
+def generator_function(call, x):
+    def yields(a):
+        yield a
+        yield a.sin()
+        yield a * x
+
+    return call(lambda a: sum(yields(a)) + torch.stack([a * i for i in range(3) if i]).sum(0), x)
+
+
+def generator_made_outside(call, x):
+    made = (x * i for i in range(3))
+    passed = (x.sin() * i for i in range(3))
+    return call(lambda a, g: sum(made, a) + sum(g), x, passed)
+
+
+def mutual_recursion(call, x):
+    def even(a, n):
+        return a if n == 0 else odd(a * 2, n - 1)
+
+    def odd(a, n):
+        return a.sin() if n == 0 else even(a + 1, n - 1)
+
+    return call(even, x, 3)
+
+
+def recursion_through_the_call(call, x):
+    def down(a, n):
+        return a.sin() if n == 0 else call(down, a * 2, n - 1)
+
+    return call(down, x, 2)
+
+
 def default_arguments(call, x):
     y = x.exp()
     return call(lambda a, b=y, *, c=3: a * b + c, x)
@@ -165,7 +237,15 @@ CALLABLES = {
     "recursion": lambda c, x: c(recursive, x, 3),
     "closure over closure": closure_over_closure,
     "generator": generator_consumed,
+    "generator function": generator_function,
+    "generator made outside": generator_made_outside,
     "decorated": decorated,
+    "decorated with arguments, by a class": decorated_with_arguments_and_by_a_class,
+    "mutual recursion": mutual_recursion,
+    "recursion through the call": recursion_through_the_call,
+    "partial of partial": lambda c, x: c(
+        functools.partial(functools.partial(lambda s, a, *, k: a * s + k, 2.0), k=3.0), x
+    ),
     "nested call": lambda c, x: c(lambda a: c(lambda b: c(lambda d: d * a + x, b).cos(), a.sin()), x),
 }
 
@@ -192,6 +272,26 @@ ARGUMENTS = {
     ),
     "dtype": lambda c, x: c(lambda a, d: a.to(d), x, torch.float64),
     "slice": lambda c, x: c(lambda a, s: a[s] * 2, x, slice(1, 3)),
+    "dtype compared": lambda c, x: c(lambda a, d: a.double().to(d) * (2 if a.dtype is d else 3), x, x.dtype),
+    "device": lambda c, x: c(
+        lambda a, d: a + torch.ones(4, device=d) if d == a.device and d.type == "cpu" else a, x, torch.device("cpu")
+    ),
+    "slices, ellipsis, range": lambda c, x: c(
+        lambda a, s, e, r: a[s][e, 0] * sum(a[s[0].start, i] for i in r), x, (slice(1, 3), slice(None)), ..., range(2)
+    ),
+    "size": lambda c, x: c(lambda a, s: a.reshape(s) * 2, x, torch.Size((4, 3))),
+    "bool, float, set, enum": lambda c, x: c(
+        lambda a, b, f, s, e: a * f if b and "k" in s and e is Color.RED else a, x, True, 2.5, {"k", "l"}, Color.RED
+    ),
+    "frozen dataclass": lambda c, x: c(lambda b: b.value * b.items[0] * b.items[1], Frozen(x, (x.sin(), 2))),
+    "ordered dict in a named tuple": lambda c, x: c(
+        lambda p: p.first["k"][0] * p.second.first, Pair(collections.OrderedDict(k=[x]), Pair(x.sin(), None))
+    ),
+    "positional-only and keyword-only": lambda c, x: c(
+        lambda a, b, /, d, *, k=2, m: a * b + d * k * m, x, x.sin(), d=x.cos(), m=3
+    ),
+    "unpacked": lambda c, x: c(lambda *a, **k: a[0] * k["k"] * k["z"] * len(a) * len(k), *[x, x], **{"k": x, "z": 2}),
+    "requires_grad mixed": lambda c, x: c(lambda a, p, d: a * p + d, x, PARAMETER, x.detach()),
     "nested structure": lambda c, x: c(
         lambda d: d["a"] * d["b"][0] + d["b"][1][0], {"a": x, "b": [x.sin(), (x.cos(), 1)]}
     ),
@@ -199,8 +299,11 @@ ARGUMENTS = {
     "dataclass": lambda c, x: c(lambda b: b.value.sin(), Box(x.exp(), "t")),
     "constant tensor made outside": lambda c, x: c(lambda a, b: a + b, x, torch.ones(4)),
     "view": lambda c, x: c(lambda a: a * 2, x.t()),
+    "not contiguous": lambda c, x: c(lambda a: (a.reshape(-1) * 2, a.is_contiguous(), a.contiguous()), x.t()),
     "0-dim": lambda c, x: c(lambda a: a * 2, x[0, 0]),
+    "0-dim computed": lambda c, x: c(lambda a: (a.reshape(1) * 2, a.ndim), x.sum()),
     "empty": lambda c, x: c(lambda a: a * 2, x[:0]),
+    "empty, used": lambda c, x: c(lambda a, b: (torch.cat([a, b]), a.numel(), a.sum(0) + b), x[:0], x),
 }
 
 RESULTS = {
@@ -217,6 +320,14 @@ RESULTS = {
     "dataclass": lambda c, x: (lambda b: b.value if b.tag == "t" else x)(c(lambda a: Box(a.sin(), "t"), x)),
     "same tensor twice": lambda c, x: (lambda r: r[0] * (2 if r[0] is r[1] else 3))(c(lambda a: [a.sin()] * 2, x)),
     "dtype": lambda c, x: x.to(c(lambda a: torch.float64, x)),
+    "device, shape, slice, bool": lambda c, x: (
+        lambda d, s, i, b: (x + torch.ones(4, device=d)).reshape(s)[i] * (2 if b else 3)
+    )(*c(lambda a: (a.device, a.shape[::-1], slice(0, 2), a.ndim == 2), x)),
+    "closure": lambda c, x: (lambda f: f(x) + c(f, x))(c(lambda a: (lambda s: lambda b: b * s)(a.sin()), x)),
+    "closure that nests": lambda c, x: c(lambda a: lambda b: c(lambda d: d * a.sin(), b), x)(x),
+    "bound method": lambda c, x: c(lambda a: Callable_(a.sin()).method, x)(x),
+    "object": lambda c, x: c(lambda a: Callable_(a.sin()), x).scale * 2,
+    "argument structure": lambda c, x: c(lambda a, s: s, x, {"k": [x.sin(), 2]})["k"][0] * 2,
 }
 
 
@@ -230,9 +341,23 @@ def test_agrees_with_eager(program, call):
     check(lambda c: functools.partial(program, c), (X,), call)
 
 
+class Hooked(torch.nn.Module):
+    """Hooks before and after, also of the module that is called through the higher-order function."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.block, self.call = Block(), call
+        self.block.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        self.block.linear.register_forward_hook(lambda module, args, output: output * 2 + args[0])
+
+    def forward(self, x):
+        return self.call(self.block, x) + self.call(lambda a: self.block.linear(a), x)
+
+
 @pytest.mark.parametrize("call", CALLS)
-def test_module(call):
-    check(Model, (X,), call)
+@pytest.mark.parametrize("module", (Model, Hooked))
+def test_module(module, call):
+    check(module, (X,), call)
 
 
 @pytest.mark.parametrize("program", [pytest.param(p, id=n) for t in (CALLABLES, CAPTURES) for n, p in t.items()])

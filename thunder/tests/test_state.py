@@ -113,6 +113,21 @@ def autocast_disabled_inside(c, x):
         return c(body, x), c(lambda a: a @ WEIGHT, x).float()
 
 
+def autocast_across(c, x):
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    c(lambda a: (autocast.__enter__(), None)[1], x)
+    y = x @ WEIGHT
+    autocast.__exit__(None, None, None)
+    return y.float(), x @ WEIGHT
+
+
+def no_grad_across(c, x):
+    c(lambda a: torch.set_grad_enabled(False), x)
+    y = x * 2
+    c(lambda a: torch.set_grad_enabled(True), x)
+    return y * x
+
+
 # Stock thunder computes these otherwise than eager PyTorch: dropout draws from another distribution, and the
 # `requires_grad` of a result is that of the whole computation. Nested they are what they are inline.
 
@@ -131,6 +146,14 @@ def rand_inside_and_outside(c, x):
     y = torch.rand(4, 4) + x
     z = c(lambda a: c(lambda b: b * torch.rand(4, 4), a) + torch.randn(4, 4), y)
     return z * torch.rand(4, 4)
+
+
+def more_draws(c, x):
+    def body(a):
+        b = a + torch.randint(0, 5, (4,)) + torch.randn_like(a)
+        return b * torch.rand_like(a) + torch.bernoulli(torch.full((4,), 0.5))
+
+    return c(body, x) + torch.rand(4)
 
 
 def factory(c, x):
@@ -172,6 +195,9 @@ PROGRAMS = (
     autocast_outside,
     autocast_inside,
     autocast_disabled_inside,
+    autocast_across,
+    no_grad_across,
+    more_draws,
     rand,
     rand_inside_and_outside,
     factory,
@@ -224,3 +250,94 @@ def test_default_dtype_is_guarded_by_level_0():
     finally:
         torch.set_default_dtype(torch.float32)
     assert thunder.cache_misses(nested) == 2
+
+
+# What stock thunder refuses inline, or computes otherwise than eager PyTorch: nested it is the same, with the same
+# message, and leaves the same state behind.
+
+
+def inference_mode_inside(c, x):
+    def body(a):
+        with torch.inference_mode():
+            b = a * 2
+        return b
+
+    return c(body, x) * 1
+
+
+def inference_mode_outside(c, x):
+    with torch.inference_mode():
+        return c(lambda a: a * 2, x)
+
+
+def default_dtype_inside(c, x):
+    def body(a):
+        torch.set_default_dtype(torch.float64)
+        return a + torch.ones(4)
+
+    return c(body, x)
+
+
+def default_dtype_across(c, x):
+    c(lambda a: torch.set_default_dtype(torch.float64), x)
+    return x + torch.ones(4)
+
+
+def default_dtype_outside(c, x):
+    torch.set_default_dtype(torch.float64)
+    return c(lambda a: a + torch.ones(4), x)
+
+
+def default_device_inside(c, x):
+    def body(a):
+        with torch.device("cpu"):
+            return a + torch.ones(4)
+
+    return c(body, x)
+
+
+def default_device_outside(c, x):
+    with torch.device("cpu"):
+        return c(lambda a: a + torch.ones(4), x)
+
+
+def generator(c, x):
+    g = torch.Generator().manual_seed(3)
+    return c(lambda a: a + torch.rand(4, generator=g), x)
+
+
+def asks_for_grad_mode(c, x):
+    with torch.no_grad():
+        return c(lambda a: a * 2 if torch.is_grad_enabled() else a * 3, x)
+
+
+AS_INLINE = (
+    inference_mode_inside,
+    inference_mode_outside,
+    default_dtype_inside,
+    default_dtype_across,
+    default_dtype_outside,
+    default_device_inside,
+    default_device_outside,
+    generator,
+    asks_for_grad_mode,
+)
+
+
+def _run(program):
+    """The result or the exception, and the defaults that are left."""
+    try:
+        try:
+            found = jit(program)(*fresh((X,)))
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}".splitlines()[0]
+        return found, torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("program", AS_INLINE, ids=lambda f: f.__name__)
+def test_is_as_the_inlined_program(program, call):
+    assert_same(_run(functools.partial(program, call)), _run(functools.partial(program, plain_call)))

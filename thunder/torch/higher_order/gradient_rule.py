@@ -28,10 +28,11 @@ from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 from thunder.core.transforms import get_grad, put_grad, sum_to
 from thunder.core.update_aliases import insert_alias_updates
 from thunder.extend import TemporaryExecutor
+from thunder.nested.ambient import ambient_state, set_ambient_state
 from thunder.nested.captures import Attr, Item, Path, path_of
 from thunder.nested.effects import _made_inside
 from thunder.nested.errors import NestedTracingError
-from thunder.nested.levels import ambient_state, current_level, set_ambient_state
+from thunder.nested.levels import current_level
 from thunder.nested.replay import replay
 from thunder.nested.trace import NestedTrace, trace
 from thunder.torch.higher_order.common import OperatorTag
