@@ -37,6 +37,7 @@ TESTED_DEFINITIONS = {
         "globals_lookup",
         "interpret",
         "interpreter_needs_wrap",
+        "make_generator",
         "populate_attribute_wrapper",
         "populate_single_dict_item_wrapper",
         "wrap",
@@ -70,7 +71,7 @@ TESTED_DEFINITIONS = {
     "core/transforms.py": ("sum_to",),
     "core/utils.py": ("ProxyDict", "safe_map_flat"),
 }
-TESTED_HASH = "dc5a534ebf02abf3"
+TESTED_HASH = "06326efc6e5e8f34"
 
 
 def tree() -> str:

@@ -1,5 +1,5 @@
-"""lightning-thunder's ``thunder.core.interpreter``, with faster globals, which tells of objects reached by two paths
-and knows the containers that it has copied.
+"""lightning-thunder's ``thunder.core.interpreter``, with faster globals, which tells of generators and of objects
+reached by two paths, and knows the containers that it has copied.
 
 The installed ``globals_lookup`` interprets ``lambda d, k: d[k]``, or ``getattr``, for every global and builtin that is
 read, which is about half of the time that a model's tracing takes. Both end in what is called here directly. The
@@ -13,6 +13,7 @@ execute_installed(globals())
 
 _installed_globals_lookup = globals_lookup
 _installed_setup = _setup_frame_and_run_python_function
+_installed_make_generator = make_generator
 _installed_wrap = wrap
 
 # Called with a wrapper and the provenance of one more way to the same object. `wrap` gives the wrapper that it has made
@@ -21,6 +22,9 @@ second_path_callback = None
 
 # Called with a wrapped function before it is interpreted. Its defaults are constants to stock thunder.
 before_function_callback = None
+
+# Called with a generator that the interpreter has made of a frame; gives the one that the program gets.
+generator_callback = None
 
 
 def wrap(value, /, *, provenance):
@@ -66,6 +70,11 @@ class InterpreterRuntimeCtx(InterpreterRuntimeCtx):
         super().register_proxied_value(v)
         if isinstance(v.value, (dict, list, set)):
             self.cache_wrapper(v)
+
+
+def make_generator(frame, compilectx, runtimectx):
+    made = _installed_make_generator(frame, compilectx, runtimectx)
+    return made if generator_callback is None else wrap_const(generator_callback(unwrap(made)))
 
 
 def globals_lookup(globals_dict, name):

@@ -16,6 +16,7 @@ from thunder.core.interpreter import InterpreterError  # noqa: F401
 from thunder.nested.captures import wrap_default_objects
 from thunder.nested.effects import has_effects
 from thunder.nested.errors import ResultError, UntraceableCallableError, name_of, user_location
+from thunder.nested.generators import in_its_level
 from thunder.nested.overrides import member_of
 from thunder.nested.results import finish, unpack_enclosing_values
 
@@ -110,6 +111,14 @@ def _before_function(fn):
 
 
 interpreter.before_function_callback = _before_function
+
+
+def _generator_of_level(generator):
+    level = levels.current_level()
+    return generator if level is None else in_its_level(generator, level)
+
+
+interpreter.generator_callback = _generator_of_level
 
 
 def _general_jit_store_deref_callback(orig_value, name, co_cellsvars, co_freevars):

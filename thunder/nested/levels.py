@@ -118,7 +118,7 @@ class Level:
     def attach(self, ctx: JitCtx) -> None:
         """Takes the context that ``thunder_general_jit`` made for this level."""
         self.ctx = ctx
-        ctx.computation_trace.names |= self._reserved
+        self.reserve(self._reserved)
         if self.enclosing is None:
             from thunder.nested.regions import Regions, named_regions
 
@@ -134,6 +134,11 @@ class Level:
         if self.enclosing is not None:
             return self.enclosing.is_region(module)
         return isinstance(module, self._region_classes) or id(module) in self._region_modules
+
+    def reserve(self, names: set[str]) -> None:
+        """Takes the names, which are those of an enclosing level's proxies, for those of foreign ones."""
+        self._reserved |= names
+        self.ctx.computation_trace.names |= names
 
     def is_foreign(self, proxy: Proxy) -> bool:
         """Whether the proxy belongs to an enclosing level."""
@@ -305,19 +310,24 @@ def _plain(fn: Callable) -> Callable:
 
 
 @contextlib.contextmanager
+def running(level: Level) -> Iterator[None]:
+    """The body runs as code of the level."""
+    token = _level.set(level)
+    try:
+        yield
+    finally:
+        _level.reset(token)
+
+
+@contextlib.contextmanager
 def enter_level(fn: Callable, arguments: tuple[tuple, dict], *, lenient: bool = False) -> Iterator[Level]:
     """Runs the body as a level that traces ``fn``; leaves everything as it was, on return and on every exception."""
     enclosing = current_level()
     level = Level(fn, arguments, enclosing, lenient=lenient)
-    token = _level.set(level)
     try:
-        if enclosing is None:
+        with running(level), contextlib.nullcontext() if enclosing is None else inherited_state(level):
             yield level
-        else:
-            with inherited_state(level):
-                yield level
     finally:
-        _level.reset(token)
         level.writes.undo()
         level._ended.add(level)
         if level.ctx is not None:

@@ -7,9 +7,12 @@ computed (then its replayed proxy), or a structure that it built, which is built
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import torch
 
 from thunder.core.interpreter import (
     ProvenanceRecord,
@@ -101,7 +104,7 @@ class Rewrap:
 
     def _wrap(self, value: Any, origin: ProvenanceRecord | None) -> WrappedValue:
         # objects made while tracing may be changed freely, which the interpreter sees by this instruction
-        made = not isinstance(value, (Proxy, *_ATOMS)) and hasattr(value, "__dict__") and not callable(value)
+        made = not isinstance(value, (Proxy, *_ATOMS)) and _is_object(value)
         provenance = ProvenanceRecord(PseudoInst.NEW if made else PseudoInst.LOOKASIDE, inputs=[])
         if origin is not None:
             provenance.ext_flag = origin.ext_flag
@@ -137,7 +140,7 @@ class Rewrap:
             return self._function(value)
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, self._plain(value.__self__))
-        if not callable(value) and hasattr(value, "__dict__") and self._mentions_inner(value):
+        if _is_object(value) and self._mentions_inner(value):
             new = object.__new__(type(value))
             for k, v in value.__dict__.items():
                 object.__setattr__(new, k, self._plain(v))
@@ -191,7 +194,14 @@ def _parts(value: Any) -> Iterable[Any]:
         return value.__closure__ or ()
     if isinstance(value, types.MethodType):
         return (value.__self__,)
-    return () if callable(value) else getattr(value, "__dict__", {}).values()
+    return vars(value).values() if _is_object(value) else ()
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it is an object of a class of the user's: what it holds are its attributes."""
+    if isinstance(value, (type, torch.nn.Module, functools.partial)) or not hasattr(value, "__dict__"):
+        return False
+    return not callable(value) or isinstance(type(value).__call__, types.FunctionType)
 
 
 def is_rebuilt_from_parts(level: Level, value: Any) -> bool:

@@ -197,6 +197,17 @@ def generator_made_outside(call, x):
     return call(lambda a, g: sum(made, a) + sum(g), x, passed)
 
 
+def generator_resumed_in_three_levels(call, x):
+    made = (x.sin() * i * SCALE for i in range(1, 5))
+
+    def body(a):
+        with torch.no_grad():
+            b = next(made)
+        return call(lambda d: next(made) + d, a) + next(made) + b
+
+    return call(body, x * 5) + next(made)
+
+
 def mutual_recursion(call, x):
     def even(a, n):
         return a if n == 0 else odd(a * 2, n - 1)
@@ -239,6 +250,7 @@ CALLABLES = {
     "generator": generator_consumed,
     "generator function": generator_function,
     "generator made outside": generator_made_outside,
+    "generator resumed in three levels": generator_resumed_in_three_levels,
     "decorated": decorated,
     "decorated with arguments, by a class": decorated_with_arguments_and_by_a_class,
     "mutual recursion": mutual_recursion,
@@ -277,7 +289,7 @@ ARGUMENTS = {
         lambda a, d: a + torch.ones(4, device=d) if d == a.device and d.type == "cpu" else a, x, torch.device("cpu")
     ),
     "slices, ellipsis, range": lambda c, x: c(
-        lambda a, s, e, r: a[s][e, 0] * sum(a[s[0].start, i] for i in r), x, (slice(1, 3), slice(None)), ..., range(2)
+        lambda a, s, e, r: (a[s] * s[0].start)[e, 0] + sum(r), x, (slice(1, 3), slice(None)), ..., range(3)
     ),
     "size": lambda c, x: c(lambda a, s: a.reshape(s) * 2, x, torch.Size((4, 3))),
     "bool, float, set, enum": lambda c, x: c(
@@ -352,6 +364,26 @@ class Hooked(torch.nn.Module):
 
     def forward(self, x):
         return self.call(self.block, x) + self.call(lambda a: self.block.linear(a), x)
+
+
+def changes_in_place(y, a):
+    y.mul_(2)
+    return a
+
+
+def draws(y, a):
+    return a + torch.rand(4)
+
+
+@pytest.mark.parametrize("before", (changes_in_place, draws))
+def test_a_generator_made_outside_is_refused_where_the_order_matters(before):
+    def program(x):
+        y = x * 1
+        made = (y * i for i in range(3))
+        return inlined(lambda a: before(y, a) + next(made), x)
+
+    with pytest.raises(thunder.nested.CaptureError, match="resumes a generator that was made outside .*Make a list"):
+        jit(program)(X)
 
 
 @pytest.mark.parametrize("call", CALLS)
