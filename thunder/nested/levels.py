@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -37,6 +35,7 @@ from thunder.nested.effects import Writes
 from thunder.nested.ended import EndedProxies
 from thunder.nested.errors import CaptureError, NestedTracingError
 from thunder.nested.reads import Reads
+from thunder.nested.roots import plain_function, runs_lookaside_of
 from thunder.nested.stand_ins import stand_in
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ class Level:
             self.stats = _compile_data.get()[1]
         else:
             self.regions = self.enclosing.regions
-            self._interprets_root = self.is_traced_as_region or self._runs_lookaside_of_root()
+            self._interprets_root = self.is_traced_as_region or runs_lookaside_of(self.fn)
 
     def is_region(self, module: Any) -> bool:
         """Whether the option ``nested_regions`` of the outermost level names the module or its class."""
@@ -213,30 +212,9 @@ class Level:
     # The root function
     #
 
-    def _runs_lookaside_of_root(self) -> bool:
-        """Whether this level was begun by the very lookaside that its root function has.
-
-        Then the root function is interpreted: to look it aside once more would never end.
-        """
-        from thunder.core.jit_ext import _general_jit_lookaside_map, trace_level
-
-        try:
-            lookaside = _general_jit_lookaside_map.get(_plain(self.fn))
-        except TypeError:  # unhashable
-            return False
-        code = getattr(inspect.unwrap(lookaside), "__code__", None) if lookaside is not None else None
-        frame = sys._getframe() if code is not None else None
-        levels = 0  # a lookaside that runs in an enclosing level has begun that level's inner level, not this one
-        while frame is not None and levels < 2:
-            if frame.f_code is code:
-                return True
-            levels += frame.f_code is trace_level.__code__
-            frame = frame.f_back
-        return False
-
     def interprets(self, fn: Callable) -> bool:
         """Whether the call of ``fn`` that is about to happen is that of the root function, to be interpreted."""
-        if self._interprets_root and fn is _plain(self.fn):
+        if self._interprets_root and fn is plain_function(self.fn):
             self._interprets_root = False
             return True
         return False
@@ -303,10 +281,6 @@ class Level:
                 lift(path)
             except CaptureError as error:
                 reads.refuse(str(error))
-
-
-def _plain(fn: Callable) -> Callable:
-    return getattr(fn, "__func__", fn)
 
 
 @contextlib.contextmanager
