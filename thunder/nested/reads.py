@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +38,7 @@ _CONSTANTS = (
 _NO_IDENTITY = (
     *_VALUES,
     *_CONSTANTS,
-    *(tuple, frozenset, types.MethodType, types.FunctionType, types.BuiltinMethodType, types.MethodWrapperType),
+    *(tuple, frozenset, types.BuiltinMethodType, types.MethodWrapperType),
     *(types.CellType, types.MappingProxyType, staticmethod, classmethod, property),
 )
 # types whose methods read nothing but the object itself, which is noted as a whole
@@ -48,6 +48,14 @@ _PURE_OWNERS = {
     *(types.WrapperDescriptorType, types.MethodType, types.CellType, classmethod, staticmethod, super, torch.Size),
     *(types.BuiltinFunctionType, types.MethodWrapperType, types.ClassMethodDescriptorType),
 }
+# of their methods, those that read the attributes of an object, and those that may call such of what a container holds
+_READ_STATE = {"__reduce__", "__reduce_ex__", "__getstate__", "__dir__", "__new__"}
+_CALL_MEMBERS = {
+    *("__repr__", "__str__", "__format__", "__mod__", "format", "format_map", "repr", "ascii"),
+    *("__lt__", "__le__", "__gt__", "__ge__", "__hash__"),
+}
+_PARSED = (str, bytes, int, float, complex)  # whose constructors call methods of their argument
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 _PURE_MODULES = {"builtins", "_operator", operator.__name__, math.__name__}
 _OWN_DICTS = tuple(map(Attr, ("__dict__", "_parameters", "_buffers", "_modules")))
 _UNNOTED = {torch.nn.Module.named_parameters, torch.nn.Module.named_buffers}
@@ -81,9 +89,9 @@ def fingerprint(value: Any, path: Path) -> tuple:
     """
     if isinstance(value, TensorProxy):
         device, dtype = devices.to_torch_device(value.device), dtypes.to_torch_dtype(value.dtype)
-        return ("tensor", tuple(value._shape), dtype, device)
+        return ("tensor", tuple(value._shape), dtype, device, value.grad is not None)
     if isinstance(value, torch.Tensor):
-        return ("tensor", tuple(value.shape), value.dtype, value.device)
+        return ("tensor", tuple(value.shape), value.dtype, value.device, value.is_leaf and value.grad is not None)
     if isinstance(value, Proxy):
         raise Unreadable(f"`{path}` is a number of the enclosing level")
     if isinstance(value, _VALUES):
@@ -109,22 +117,26 @@ def _content(items: Iterable[Any], depth: int = 4) -> tuple:
 def _item(item: Any, depth: int) -> Any:
     if isinstance(item, _VALUES):
         return (type(item), repr(item) if isinstance(item, float) else item)
-    if isinstance(item, (Proxy, torch.Tensor, torch.nn.Module)) or depth == 0:
-        return None  # noted where it is read
+    if isinstance(item, (Proxy, torch.Tensor, torch.nn.Module)):
+        return None  # noted where it is read; which one it is, is in the pattern
+    if depth == 0:
+        return Same(item)
     if isinstance(item, (list, tuple)):
         return (type(item), _content(item, depth - 1))
     if isinstance(item, dict):
         return (type(item), tuple(map(_key, item)), _content(item.values(), depth - 1))
     if isinstance(item, (set, frozenset)):
         return (type(item), frozenset(map(_key, item)))
-    return _compared(item, depth) if not callable(item) else None
+    if isinstance(item, types.CellType):
+        return None if item == types.CellType() else _item(item.cell_contents, depth - 1)
+    return _callable(item) or _compared(item, depth)
 
 
 def _key(key: Any) -> Any:
     return key if isinstance(key, _VALUES) else Same(key)
 
 
-def _callable_or_object(value: Any, path: Path) -> tuple:
+def _callable(value: Any) -> tuple | None:
     if isinstance(value, types.MethodType):  # the interpreter notes a type's method as a function of its object
         value = value.__func__
     if isinstance(value, types.FunctionType):
@@ -137,6 +149,13 @@ def _callable_or_object(value: Any, path: Path) -> tuple:
         return ("built-in method", value.__name__, Same(owner) if isinstance(owner, _CONSTANTS) else type(owner))
     if isinstance(value, _CONSTANTS):
         return ("constant", Same(value))
+    return None
+
+
+def _callable_or_object(value: Any, path: Path) -> tuple:
+    found = _callable(value)
+    if found is not None:
+        return found
     if hasattr(type(value), "__next__"):
         raise Unreadable(f"`{path}` is an iterator ({type(value).__name__}), which a call changes")
     if isinstance(value, Iterable) and not isinstance(value, (torch.nn.Module, type)) and not _is_own(value):
@@ -156,16 +175,31 @@ def _slots(value: Any) -> tuple:
 
 
 def _compared(value: Any, depth: int) -> Any:
-    """What an ``__eq__`` that is not interpreted may compare; nothing for objects that are equal only to themselves."""
-    if type(value).__eq__ is object.__eq__ or isinstance(value, torch.nn.Module):
+    """What comparisons, which are not interpreted, may read; nothing for objects that are equal only to themselves."""
+    kind = type(value)
+    if isinstance(value, (torch.nn.Module, types.CellType)):
         return None
-    if hasattr(value, "__dict__"):
-        return (type(value), tuple(vars(value)), _content(vars(value).values(), depth - 1))
+    if all(getattr(kind, n) is getattr(object, n) for n in _COMPARISONS):
+        return None
+    return _state(value, depth)
+
+
+def _state(value: Any, depth: int) -> Any:
+    """An object with all that is in it, also objects that have no comparison of their own."""
+    if hasattr(value, "__dict__") and depth:
+        members = vars(value)
+        found = [_item(m, depth - 1) for m in members.values()]
+        inside = [_state(m, depth - 1) if f is None and _is_object(m) else f for m, f in zip(members.values(), found)]
+        return (type(value), tuple(members), tuple(inside))
     try:
         hash(value)
     except TypeError:
         return Same(value)
     return (type(value), value)
+
+
+def _is_object(value: Any) -> bool:
+    return not isinstance(value, (Proxy, torch.Tensor, torch.nn.Module, types.CellType))
 
 
 class Reads:
@@ -178,7 +212,7 @@ class Reads:
 
     def __init__(self) -> None:
         self.found: dict[Path, tuple] = {}
-        self.identities: dict[Path, Any] = {}
+        self.identities: dict[Path, tuple] = {}
         self.reason: str | None = None
         self._of_tensors: set[Path] = set()
 
@@ -206,19 +240,24 @@ class Reads:
         except Unreadable as unreadable:
             self.refuse(str(unreadable))
         else:
-            self.identities[path] = identity(plain)
+            self.identities[path] = (identity(plain), *_identities_inside(read, path))
             if isinstance(plain, (Proxy, torch.Tensor)):
                 self._of_tensors.add(path)
 
     def note_opaque_call(self, fn: Callable, args: Iterable[WrappedValue]) -> None:
         """Notes the call of a function that the interpreter cannot look into."""
-        frame = get_interpreterruntimectx().peek_frame_stack()
-        if frame is not None and _is_thunder(frame.module):
+        frame, name = get_interpreterruntimectx().peek_frame_stack(), getattr(fn, "__name__", None)
+        if frame is not None and _is_thunder(frame.module) and name not in _CALL_MEMBERS:
             return  # thunder's own operators read their arguments
         owner = getattr(fn, "__objclass__", None) or (None if fn.__self__ is None else type(fn.__self__))
-        is_exception = isinstance(owner, type) and issubclass(owner, BaseException)
-        if owner in _PURE_OWNERS or is_exception or getattr(fn, "__name__", None) == "__new__":
+        if isinstance(owner, type) and issubclass(owner, BaseException):
             return
+        called_on = (getattr(fn, "__self__", None), *(a.value for a in args))
+        if name == "__new__" and (fn.__self__ not in _PARSED or all(map(_is_plain, called_on))):
+            return
+        if owner in _PURE_OWNERS and name not in _READ_STATE:
+            if name not in _CALL_MEMBERS or all(map(_is_plain, called_on)):
+                return
         known = getattr(fn, "__module__", None) or ""
         of_torch = known.startswith("torch") or getattr(torch._C, fn.__name__, None) == fn
         if (known in _PURE_MODULES or of_torch) and all(_is_plain(a.value) for a in args):
@@ -242,7 +281,7 @@ class Reads:
         elif isinstance(members, dict):
             members_path = path.then(Attr("__dict__"))
             self.found.setdefault(members_path, fingerprint(members, members_path))
-            self.identities.setdefault(members_path, identity(members))
+            self.identities.setdefault(members_path, (identity(members),))
 
     def refuse(self, reason: str) -> None:
         """Makes traces with these reads not reusable; the first reason is kept."""
@@ -254,7 +293,7 @@ class Reads:
         Args:
             resolve: gives the value that a call has at a path; raises LookupError where there is none.
         """
-        identities: dict[Path, Any] = {}
+        identities: dict[Path, tuple] = {}
         for path, expected in self.found.items():
             try:
                 value = resolve(path)
@@ -263,7 +302,7 @@ class Reads:
                 return f"`{path}` cannot be read"
             if found != expected:
                 return f"`{path}` is {_spoken(found)}, was {_spoken(expected)}"
-            identities[path] = identity(value)
+            identities[path] = (identity(value), *_identities_inside(value, path))
         if _pattern(identities) != _pattern(self.identities):
             return "other paths lead to the same object"
         return None
@@ -285,18 +324,43 @@ def identity(value: Any) -> Any:
     """What tells whether two paths lead to the same object; None for values whose identity no program goes by."""
     if isinstance(value, Proxy):
         return value.name
+    if isinstance(value, types.MethodType):  # which the interpreter notes as a function of its object
+        value = value.__func__
     return None if isinstance(value, _NO_IDENTITY) else Same(value)
 
 
-def _pattern(identities: dict[Path, Any]) -> list[int | None]:
+def _identities_inside(container: Any, path: Path) -> Iterator[Any]:
+    """Of what a container holds, which functions like ``==`` and ``in`` compare without the interpreter."""
+    own = path.steps and path.steps[-1] in (Attr("__globals__"), *_OWN_DICTS)
+    if not own and not isinstance(container, types.MethodType):  # those are noted as functions of their object
+        yield from _members_identities(container, 4)
+
+
+def _members_identities(container: Any, depth: int) -> Iterator[Any]:
+    members: Iterable[Any] = ()
+    if isinstance(container, dict):
+        members = (*container, *container.values())
+    elif isinstance(container, (set, frozenset)):
+        members = sorted((m for m in container if not isinstance(m, _VALUES)), key=id)  # they are fingerprinted by id
+    elif isinstance(container, (list, tuple)):
+        members = container
+    elif isinstance(container, types.MethodType):
+        members = (container.__self__,)
+    for member in members:
+        yield identity(member)
+        if depth:
+            yield from _members_identities(member, depth - 1)
+
+
+def _pattern(identities: dict[Path, tuple]) -> list[int | None]:
     first: dict[Any, int] = {}
-    return [None if i is None else first.setdefault(i, n) for n, i in enumerate(identities.values())]
+    return [None if i is None else first.setdefault(i, len(first)) for all in identities.values() for i in all]
 
 
 def _spoken(found: tuple) -> str:
     kind, *rest = found
     if kind == "tensor":
-        return f"a tensor of {tuple(rest[0])}, {rest[1]}, {rest[2]}"
+        return f"a tensor of {tuple(rest[0])}, {rest[1]}, {rest[2]}, {'with' if rest[3] else 'without'} `.grad`"
     rest = [r for r in rest if r not in ((), None)]
     if isinstance(kind, type):
         if issubclass(kind, dict):
