@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -253,4 +254,4 @@ UNTRACEABLE = {
 def test_untraceable(program, call):
     with pytest.raises(AutogradFunctionError, match=UNTRACEABLE[program]) as caught:
         jit(lambda x: call(program, x))(tensor(4))
-    assert "test_autograd_function_errors.py:" in str(caught.value)
+    assert re.search(r"autograd_functions?(_errors)?\.py:\d+", str(caught.value))
