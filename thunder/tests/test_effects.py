@@ -453,7 +453,7 @@ def test_object_reached_in_a_way_that_cannot_be_recorded():
 CHANGES = [p for p in IN_PLACE if p is not in_place_on_view_made_inside]  # that is changed outside
 
 
-@pytest.mark.parametrize("program", (*CHANGES, BatchNorm(operator)), ids=str)
+@pytest.mark.parametrize("program", (*CHANGES, BatchNorm(operator)))
 def test_in_place_is_refused_by_an_operator(program):
     bound = program if isinstance(program, torch.nn.Module) else functools.partial(program, operator)
     with pytest.raises(thunder.nested.InPlaceError, match=r"changes a tensor in place \(`\w+_` at .*py:\d+\)"):
