@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
+from thunder.nested.errors import name_of
 from thunder.torch.higher_order.common import HigherOrderError
 from thunder.torch.higher_order.inner_function import InnerFunction, described, spelled, structure
 from thunder.torch.higher_order.operator import RunTimeOperator, Values, differentiable
-from thunder.torch.higher_order.program import Program, Residuals, dependent_outputs
+from thunder.torch.higher_order.program import Program, Residuals, constant_dtype, dependent_outputs
 from thunder.torch.higher_order.requires_grad import is_differentiable
+
+
+def called(operator: str, fn: Callable) -> str:
+    """The call of an operator, for messages."""
+    return f"the `{operator}` with {name_of(fn)}"
 
 
 def placeholder(value: TensorProxy, shape: Sequence[int] | None = None) -> TensorProxy:
@@ -60,14 +66,19 @@ def check_carry(
             f"{structure(after, after_spec)} (`*` is a leaf). Let it return the containers that it gets."
         )
     for (path, was), (_, now) in zip(before, after):
-        number = isinstance(now, int) and not was.shape and not dtypes.is_inexact_dtype(was.dtype)
-        if number or (isinstance(now, TensorProxy) and described(was) == described(now)):
+        if is_like_number(was, now) if isinstance(now, int) else described(was) == described(now):
             continue
         raise HigherOrderError(
             f"{function.name} of `{function.operator}` gets {described(was)} at {spelled(path)} of the carry and "
             f"returns {described(now)} there. All trips need one shape, dtype and device: convert the result, or the "
             f"initial value, with `.to(...)`, `.expand(...)` or `.reshape(...)`."
         )
+
+
+def is_like_number(proxy: TensorProxy, number: int) -> bool:
+    """Whether a tensor is like the one that an int or a bool becomes in a program."""
+    same_dtype = proxy.dtype is constant_dtype(number)
+    return same_dtype and not proxy.shape and proxy.device.devicetype is devices.DeviceType.CPU
 
 
 class Loop(RunTimeOperator):

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_unflatten
 import thunder.nested
 from thunder.core.interpreter import WrappedValue, unwrap
 from thunder.core.proxies import TensorProxy
-from thunder.torch.higher_order.common import HigherOrderError, checked_callable
+from thunder.torch.higher_order.common import checked_callable
 from thunder.torch.higher_order.inner_function import InnerFunction, check_known_shapes, read_leaves
-from thunder.torch.higher_order.loop import Step, placeholder
+from thunder.torch.higher_order.loop import Step, called, placeholder
 from thunder.torch.higher_order.scan import Scan, check_lengths, tensor_leaves, tensor_results
 
 
@@ -34,9 +34,7 @@ def map_slices(f: WrappedValue, xs: WrappedValue, *args: WrappedValue) -> Any:
         HigherOrderError: ``f`` is not callable, has effects, or returns something else than tensors; ``xs``
             holds something else than tensors, or of different lengths, or of length 0; shapes are symbolic.
     """
-    check_known_shapes("map", checked_callable(f, "map", "f"))
-    leaves, spec = tensor_leaves("map", "xs", xs)
-    elements = _elements(leaves)
+    leaves, spec, elements = _elements(f, xs)
     function = InnerFunction("map", "f", f, [tree_unflatten(elements, spec), *map(unwrap, args)], runs=True)
     return tree_unflatten(_mapped(function, leaves, elements), function.spec)
 
@@ -44,19 +42,19 @@ def map_slices(f: WrappedValue, xs: WrappedValue, *args: WrappedValue) -> Any:
 @thunder.nested.lookaside(torch.ops.higher_order.map_impl)
 def _map_operator(f: WrappedValue, xs: WrappedValue, pos_args: WrappedValue) -> list[TensorProxy]:
     """Flat: ``f(*elements, *pos_args)`` returns the results in a row."""
-    check_known_shapes("map", checked_callable(f, "map", "f"))
-    leaves, _ = tensor_leaves("map", "xs", xs)
-    elements = _elements(leaves)
+    leaves, _, elements = _elements(f, xs)
     additional = [unwrap(leaf) for _, leaf in read_leaves(pos_args)[0]]
     function = InnerFunction("map", "f", f, [*elements, *additional], runs=True)
     return tree_unflatten(_mapped(function, leaves, elements), function.spec)
 
 
-def _elements(leaves: Sequence[tuple[Any, TensorProxy]]) -> list[TensorProxy]:
-    if not leaves:
-        raise HigherOrderError("`xs` of `map` holds no tensor, so there is no number of calls.")
-    check_lengths("map", leaves, 0)
-    return [placeholder(x, x.shape[1:]) for _, x in leaves]
+def _elements(f: WrappedValue, xs: WrappedValue) -> tuple[list[tuple[Any, TensorProxy]], Any, list[TensorProxy]]:
+    """Path and proxy for each leaf of ``xs``, its structure, and what the function is traced with."""
+    where = called("map", checked_callable(f, "map", "f"))
+    check_known_shapes("map", unwrap(f))
+    leaves, spec = tensor_leaves(where, "xs", xs)
+    check_lengths(where, leaves, 0)
+    return leaves, spec, [placeholder(x, x.shape[1:]) for _, x in leaves]
 
 
 def _mapped(

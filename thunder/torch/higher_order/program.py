@@ -198,6 +198,10 @@ def _stand_alone(nested: NestedTrace, outputs: Sequence[str | int], differentiab
     return remove_context_manager_prims_from_trace(trace)
 
 
+def constant_dtype(value: int) -> dtypes.dtype:
+    """The dtype of the tensor that an output becomes which is an int or a bool."""
+    return dtypes.bool8 if isinstance(value, bool) else dtypes.int64
+
+
 def _constant(value: int) -> TensorProxy:
-    dtype = dtypes.bool8 if isinstance(value, bool) else dtypes.int64
-    return prims.full((), value, device=devices.cpu, dtype=dtype)
+    return prims.full((), value, device=devices.cpu, dtype=constant_dtype(value))

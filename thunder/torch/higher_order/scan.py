@@ -23,7 +23,7 @@ from thunder.torch.higher_order.inner_function import (
     spelled,
     structure,
 )
-from thunder.torch.higher_order.loop import Loop, Step, check_carry, like, placeholder
+from thunder.torch.higher_order.loop import Loop, Step, called, check_carry, like, placeholder
 from thunder.torch.higher_order.operator import Record, Values
 from thunder.torch.higher_order.program import Residuals
 
@@ -56,14 +56,18 @@ def scan(
             like ``init`` and tensors; ``init`` or ``xs`` hold something else than tensors; the leaves of ``xs`` have
             different lengths, or length 0; shapes are symbolic.
     """
-    check_known_shapes("scan", checked_callable(combine_fn, "scan", "combine_fn"))
-    starts, spec = tensor_leaves("scan", "init", init)
-    leaves, xs_spec = tensor_leaves("scan", "xs", xs)
+    where = called("scan", checked_callable(combine_fn, "scan", "combine_fn"))
+    check_known_shapes("scan", unwrap(combine_fn))
+    starts, spec = tensor_leaves(where, "init", init)
+    leaves, xs_spec = tensor_leaves(where, "xs", xs)
     if not leaves:
         return unwrap(init), []
     if not starts:
-        raise HigherOrderError("`init` of `scan` holds no tensor. Use `map` for a function without a carry.")
-    axis = _axis(unwrap(dim), leaves)
+        raise HigherOrderError(f"`init` of {where} holds no tensor. Use `map` for a function without a carry.")
+    if not isinstance(unwrap(reverse), bool):
+        raise HigherOrderError(f"`reverse` of {where} is {unwrap(reverse)!r}. Pass a bool.")
+    axis = utils.canonicalize_dim(leaves[0][1].ndim, unwrap(dim))
+    check_lengths(where, leaves, axis)
     carry, elements = [placeholder(i) for _, i in starts], [_element(x, axis) for _, x in leaves]
     arguments = tree_unflatten(carry, spec), tree_unflatten(elements, xs_spec)
     function = InnerFunction("scan", "combine_fn", combine_fn, arguments, runs=True)
@@ -72,7 +76,7 @@ def scan(
     results, results_spec = tree_flatten_with_path(results)
     xs_first = [ltorch.movedim(x, axis, 0) if axis else x for _, x in leaves]
     step = Step(function, [*tree_leaves(after), *tensor_results(function, results)])
-    made = Scan(step, [i for _, i in starts], xs_first, [*carry, *elements], reverse=bool(unwrap(reverse))).record()
+    made = Scan(step, [i for _, i in starts], xs_first, [*carry, *elements], reverse=unwrap(reverse)).record()
     stacked = [ltorch.movedim(y, 0, axis) if 0 < axis < y.ndim else y for y in made[len(carry) :]]
     return tree_unflatten(made[: len(carry)], spec), tree_unflatten(stacked, results_spec)
 
@@ -80,28 +84,30 @@ def scan(
 @thunder.nested.lookaside(torch.ops.higher_order.scan)
 def _scan_operator(
     combine_fn: WrappedValue, init: WrappedValue, xs: WrappedValue, additional_inputs: WrappedValue
-) -> list[TensorProxy]:
+) -> tuple[TensorProxy, ...]:
     """Flat: ``combine_fn(*carry, *elements, *additional_inputs)`` returns the next carry and the results in a row."""
-    check_known_shapes("scan", checked_callable(combine_fn, "scan", "combine_fn"))
-    (starts, _), (leaves, _) = tensor_leaves("scan", "init", init), tensor_leaves("scan", "xs", xs)
-    carry, elements = [placeholder(i) for _, i in starts], [_element(x, _axis(0, leaves)) for _, x in leaves]
+    where = called("scan", checked_callable(combine_fn, "scan", "combine_fn"))
+    check_known_shapes("scan", unwrap(combine_fn))
+    (starts, _), (leaves, _) = tensor_leaves(where, "init", init), tensor_leaves(where, "xs", xs)
+    check_lengths(where, leaves, 0)
+    carry, elements = [placeholder(i) for _, i in starts], [_element(x, 0) for _, x in leaves]
     additional = [unwrap(leaf) for _, leaf in read_leaves(additional_inputs)[0]]
     function = InnerFunction("scan", "combine_fn", combine_fn, [*carry, *elements, *additional], runs=True)
     after, results = function.leaves[: len(carry)], function.leaves[len(carry) :]
     row = [()] * len(carry)
     check_carry(function, starts, row, after, row[: len(after)])
     step = Step(function, [leaf for _, leaf in after] + tensor_results(function, results))
-    return Scan(step, [i for _, i in starts], [x for _, x in leaves], [*carry, *elements]).record()
+    return tuple(Scan(step, [i for _, i in starts], [x for _, x in leaves], [*carry, *elements]).record())
 
 
-def tensor_leaves(operator: str, parameter: str, tree: WrappedValue) -> tuple[list[tuple[Any, TensorProxy]], Any]:
+def tensor_leaves(where: str, parameter: str, tree: WrappedValue) -> tuple[list[tuple[Any, TensorProxy]], Any]:
     """Path and proxy for each leaf of a wrapped structure of tensors, and the structure."""
     leaves, spec = read_leaves(tree)
     for path, leaf in leaves:
         if not isinstance(unwrap(leaf), TensorProxy):
             raise HigherOrderError(
-                f"`{parameter}` of `{operator}` holds at {spelled(path)} {described(unwrap(leaf))}. It may hold "
-                f"tensors; let the function capture anything else."
+                f"`{parameter}` of {where} holds at {spelled(path)} {described(unwrap(leaf))}. It may hold tensors; "
+                f"let the function capture anything else."
             )
     return [(path, unwrap(leaf)) for path, leaf in leaves], spec
 
@@ -117,21 +123,19 @@ def tensor_results(function: InnerFunction, leaves: Sequence[tuple[Any, Any]]) -
     return [leaf for _, leaf in leaves]
 
 
-def check_lengths(operator: str, leaves: Sequence[tuple[Any, TensorProxy]], axis: int) -> None:
-    """Raises if slices cannot be taken from all leaves, along a dimension, for one number of trips, at least one."""
-    first = leaves[0][1]
+def check_lengths(where: str, leaves: Sequence[tuple[Any, TensorProxy]], axis: int) -> None:
+    """Raises if there are no slices of all leaves, along a dimension, for one number of trips, at least one."""
+    if not leaves:
+        raise HigherOrderError(f"`xs` of {where} holds no tensor, so there is no number of calls.")
+    (first_path, first), *_ = leaves
     for path, x in leaves:
-        if x.ndim <= axis or x.shape[axis] == 0 or x.shape[axis] != first.shape[axis]:
+        found = f"`xs` of {where} holds at {spelled(path)} {described(x)}"
+        if x.ndim <= axis or x.shape[axis] == 0:
+            raise HigherOrderError(f"{found}. It needs a dimension {axis} whose size is not 0.")
+        if x.shape[axis] != first.shape[axis]:
             raise HigherOrderError(
-                f"`xs` of `{operator}` holds at {spelled(path)} {described(x)}, and at first {described(first)}. All "
-                f"need one size, which is not 0, in dimension {axis}."
+                f"{found}, and at {spelled(first_path)} {described(first)}. All need one size in dimension {axis}."
             )
-
-
-def _axis(dim: int, leaves: Sequence[tuple[Any, TensorProxy]]) -> int:
-    axis = utils.canonicalize_dim(leaves[0][1].ndim, dim)
-    check_lengths("scan", leaves, axis)
-    return axis
 
 
 def _element(x: TensorProxy, axis: int) -> TensorProxy:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops.while_loop import while_loop as torch_while_loop
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_structure, tree_unflatten
 
 import thunder.nested
 import thunder.torch as ltorch
@@ -22,7 +22,7 @@ from thunder.torch.higher_order.inner_function import (
     read_leaves,
     spelled,
 )
-from thunder.torch.higher_order.loop import Loop, Step, check_carry, placeholder
+from thunder.torch.higher_order.loop import Loop, Step, called, check_carry, placeholder
 from thunder.torch.higher_order.operator import Record, Values
 from thunder.torch.higher_order.program import Program, Residuals
 
@@ -66,13 +66,15 @@ def _traced(
     cond_fn: WrappedValue, body_fn: WrappedValue, carried_inputs: WrappedValue, additional: Sequence[WrappedValue]
 ) -> tuple:
     checked_callable(cond_fn, "while_loop", "cond_fn")
-    check_known_shapes("while_loop", checked_callable(body_fn, "while_loop", "body_fn"))
+    where = called("while_loop", checked_callable(body_fn, "while_loop", "body_fn"))
+    check_known_shapes("while_loop", unwrap(body_fn))
     if not isinstance(unwrap(carried_inputs), (tuple, list)):
         raise HigherOrderError(
-            f"`carried_inputs` of `while_loop` is a {type(unwrap(carried_inputs)).__name__}. Pass a tuple."
+            f"`carried_inputs` of {where} is a {type(unwrap(carried_inputs)).__name__}. Pass a tuple."
         )
     leaves, spec = read_leaves(carried_inputs)
-    init = [_tensor(path, leaf) for path, leaf in leaves]
+    spec = tree_structure(tuple(tree_unflatten(["*"] * len(leaves), spec)))  # `body_fn` returns a tuple, not a list
+    init = [_tensor(where, path, leaf) for path, leaf in leaves]
     carry = [placeholder(i) for i in init]
     arguments = [*tree_unflatten(carry, spec), *map(unwrap, additional)]
     condition = InnerFunction("while_loop", "cond_fn", cond_fn, arguments, runs=True)
@@ -86,21 +88,20 @@ def _traced(
     return tuple(tree_unflatten(results, spec))
 
 
-def _tensor(path: Any, leaf: WrappedValue) -> TensorProxy:
+def _tensor(where: str, path: Any, leaf: WrappedValue) -> TensorProxy:
     value = unwrap(leaf)
-    if isinstance(value, NumberProxy):
-        if value.value is None:
-            return ltorch.tensor(value, dtype=dtypes.to_torch_dtype(dtypes.numbertype_to_dtype(value.python_type)))
-        value = unwrap(_interpret_call(value.python_type, leaf))  # by the interpreter, which guards it
-        value = value.value if isinstance(value, NumberProxy) else value
-    if isinstance(value, int):
-        return ltorch.full((), value, device="cpu", dtype=torch.bool if isinstance(value, bool) else torch.int64)
     if isinstance(value, TensorProxy):
         return value
-    raise HigherOrderError(
-        f"`carried_inputs` of `while_loop` holds at {spelled(path)} {described(value)}. It may hold tensors, ints and "
-        f"bools; let the functions capture anything else."
-    )
+    kind = value.python_type if isinstance(value, NumberProxy) else type(value)
+    if not issubclass(kind, int):
+        raise HigherOrderError(
+            f"`carried_inputs` of {where} holds at {spelled(path)} {described(value)}. It may hold tensors, ints "
+            f"and bools; let the functions capture anything else."
+        )
+    if isinstance(value, NumberProxy) and value.value is not None:
+        value = unwrap(_interpret_call(kind, leaf))  # by the interpreter, which guards it
+        value = value.value if isinstance(value, NumberProxy) else value
+    return ltorch.full((), value, device="cpu", dtype=torch.bool if kind is bool else torch.int64)
 
 
 class Condition:
@@ -128,6 +129,10 @@ class WhileLoop(Loop):
         programs = {condition.parameter: self._condition.program}
         super().__init__("while_loop", where, step, init, (), (), values, programs)
         self._holds = self._condition.program.forward(self.executors)
+        # of trips that are computed once more: whether the condition draws numbers between them, what they capture
+        self.condition_again = self.step_is_random and self._condition.program.is_random
+        again = [*self.positions, *(self._condition.positions if self.condition_again else ())]
+        self.captured_again = {p for p in again if p >= self.carries}
 
     def holds(self, carry: Sequence[Any], values: Sequence[Any]) -> bool:
         """Whether there is another trip."""
@@ -184,7 +189,8 @@ class Tape:
             self._marks.clear()
             self._kept = Residuals((), ())
         else:
-            self._kept = Residuals(self._values, ())
+            needed = self._loop.captured_again
+            self._kept = Residuals([v if p in needed else None for p, v in enumerate(self._values)], ())
         self._values = []
 
     def backward(self) -> Iterator[Residuals]:
@@ -194,12 +200,16 @@ class Tape:
         for i, (mark, states) in reversed(list(enumerate(self._marks))):
             start = i * self._stride
             with rng(states):
-                yield from reversed(self._again(mark.lists()[0], values, end - start))
+                residuals = self._again(mark.lists()[0], values, end - start)
+            while residuals:
+                yield residuals.pop()
             end = start
 
     def _again(self, carry: Sequence[Any], values: Sequence[Any], trips: int) -> list[Residuals]:
-        made = []
-        for _ in range(trips):
+        made: list[Residuals] = []
+        for trip in range(trips):
+            if trip and self._loop.condition_again:
+                self._loop.holds(carry, values)
             carry, residuals = self._loop.step_forward(*self._loop.inputs(self._loop.positions, carry, 0, values))
             made.append(residuals)
         return made
