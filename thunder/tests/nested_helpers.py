@@ -99,7 +99,7 @@ def backward(result: Any) -> None:
     """A gradient for each floating result that wants one."""
     losses = [t.sum() for t in tensors(result) if t.requires_grad]
     if losses:
-        torch.stack([loss.double() for loss in losses]).sum().backward()
+        torch.stack([loss.real.double() for loss in losses]).sum().backward()
 
 
 def outcome(fn: Callable, inputs: tuple, state: Callable[[], Any], catch: type = Exception) -> tuple[Any, Any, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nested_helpers import assert_same, backward, fresh, inlined, jit, tensors
+from operator_cases import error_of, python_if
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -19,11 +20,6 @@ X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.fl
 Y = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
 WEIGHT = torch.randn(4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64).requires_grad_()
 PREDS = (torch.tensor(True), torch.tensor(False))
-
-
-def python_if(pred, true_fn, false_fn, operands=()):
-    """The meaning of ``torch.cond``."""
-    return true_fn(*operands) if pred else false_fn(*operands)
 
 
 def inlined_cond(*args):
@@ -413,12 +409,6 @@ MISUSES = {
     "object": (lambda a: Box(a), rf"{FALSE} of `torch.cond` returns at the top a Box, which depends on tensors"),
     "not callable": (3, "`torch.cond` needs a callable for `false_fn`, but got 3"),
 }
-
-
-def error_of(program, *args):
-    with pytest.raises(HigherOrderError) as info:
-        jit(program)(*args)
-    return str(info.value)
 
 
 @pytest.mark.parametrize("false_fn, message", MISUSES.values(), ids=MISUSES)
