@@ -146,7 +146,8 @@ class Level:
     def postfix(self, provenance: ProvenanceRecord, postfix: str) -> str:
         """A postfix for the name of a tensor that was reached by a path.
 
-        It must lead to no name of the enclosing levels, because ``proxify`` would take that name away from them.
+        It must lead to a name, which that of a dict's key ``"linear.weight"`` does not, and to no name of the
+        enclosing levels or of another tensor, because ``proxify`` would take that name away from them.
 
         Args:
             provenance: how the tensor was reached.
@@ -156,10 +157,11 @@ class Level:
         if path is not None and path.is_capture:
             postfix = "_" + re.sub(r"\W+", "_", path.spoken(self.fn)).strip("_")
         if postfix not in self._postfixes:
-            free, n = postfix, 0
-            while postfix and f"t{free}" in self._reserved:
+            spelled = re.sub(r"\W", "_", postfix)
+            free, n = spelled, 0
+            while spelled and (f"t{free}" in self._reserved or free in self._postfixes.values()):
                 n += 1
-                free = f"{postfix}_{n}"
+                free = f"{spelled}_{n}"
             self._postfixes[postfix] = free
         return self._postfixes[postfix]
 
