@@ -80,6 +80,10 @@ class Writes:
         """The record of a changed container or cell, or None where it is unchanged."""
         return self._writes.get(id(wrapper))
 
+    def forget(self, wrapper: WrappedValue) -> None:
+        """Takes a changed container for unchanged."""
+        self._writes.pop(id(wrapper), None)
+
     def before_call(self, level: Level, fn: Callable, args: tuple) -> None:
         """Before a method changes a container that came from outside: lets it change a copy instead."""
         if fn is object.__setattr__ and len(args) == 3:

@@ -386,7 +386,8 @@ class Resolve:
     def __call__(self, path: Path) -> Any:
         if path not in self._values:
             obj, step = self(path.parent), path.steps[-1]
-            self._values[path] = self._attribute(obj, step.name) if isinstance(step, Attr) else obj[step.key]
+            is_attribute = isinstance(step, Attr)
+            self._values[path] = self._attribute(obj, step.name) if is_attribute else self._current(obj[step.key])
         return self._values[path]
 
     def _attribute(self, obj: Any, name: str) -> Any:

@@ -9,7 +9,8 @@ import thunder.clang as clang
 from thunder.core.compile_data import get_cache_option
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst
 from thunder.core.options import CACHE_OPTIONS
-from thunder.core.proxies import CONSTRAINT, NumberProxy, Proxy, TensorProxy
+from thunder.core.proxies import CONSTRAINT, NumberProxy, Proxy, ProxyTag, TensorProxy
+from thunder.nested.captures import Attr, path_of
 
 if TYPE_CHECKING:
     from thunder.nested.levels import Level
@@ -53,6 +54,9 @@ def _tensor(level: Level, foreign: TensorProxy, history: ProvenanceRecord | None
     postfix = "" if history is None else _infer_name_postfix_from_provenance(history)
     own = like(foreign, level.ctx.computation_trace.make_name(f"t{postfix}" if postfix else None, prefix="t"))
     own._shape = tuple(_dimension(level, s, history, i) for i, s in enumerate(foreign._shape))
+    path = path_of(history)
+    if path is not None and path.steps[-2:-1] == (Attr("_parameters"),):
+        own._tags.add(ProxyTag.STATIC_MEMORY_LOCATION)  # `unpack_inputs` knows parameters by it
     _note(level, foreign, own, history)
     cached = get_cache_option() in (CACHE_OPTIONS.CONSTANT_VALUES, CACHE_OPTIONS.SYMBOLIC_VALUES)
     if history is not None and cached:

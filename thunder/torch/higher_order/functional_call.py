@@ -26,6 +26,7 @@ from thunder.core.interpreter import (
     wrap_const,
     wrapped_build_tuple,
 )
+from thunder.core.jit_ext import interpreted_getitem
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.nested.captures import Attr, Item, Path, path_of
@@ -148,9 +149,7 @@ def _given(dicts: WrappedValue) -> dict[str, WrappedValue]:
     names = [name for d in plain for name in d]
     repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if repeated:
-        raise ValueError(
-            f"{repeated} appeared in multiple dictionaries; behavior of functional call is ambiguous"
-        )
+        raise ValueError(f"{repeated} appeared in multiple dictionaries; behavior of functional call is ambiguous")
     dicts.track_items()
     return {name: value for d in dicts.item_wrappers for name, value in _items(d).items()}
 
@@ -229,7 +228,9 @@ class _State:
         found = (("Unexpected", unexpected), ("Missing", missing))
         errors = [f"{what} key(s): {', '.join(map(repr, keys))}." for what, keys in found if keys]
         if errors:
-            raise RuntimeError("Error(s) in reparametrizing for {}:\n\t{}".format(module._get_name(), "\n\t".join(errors)))
+            raise RuntimeError(
+                "Error(s) in reparametrizing for {}:\n\t{}".format(module._get_name(), "\n\t".join(errors))
+            )
 
 
 def _named(resolve: Resolve, members: str, path: Path, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -273,7 +274,10 @@ class _Swapped:
         """Replaces one member of a module or of one of its submodules, in a copy of the dict of members."""
         owner = module
         for name in place.path:
-            owner = _attribute(owner, name)
+            submodules = _attribute(owner, "_modules")
+            # the attribute would be looked for among all parameters and buffers, which reads them
+            is_member = name in unwrap(submodules)
+            owner = _called(interpreted_getitem, submodules, wrap_const(name)) if is_member else _attribute(owner, name)
         members = _attribute(owner, place.members)
         if members.original_value is members.nothing:
             members.register_proxy(type(members.value)(members.value))  # what is in there is not read
@@ -287,6 +291,7 @@ class _Swapped:
         """What was set in the place of a given tensor is no change of the module."""
         changes = current_level().ctx._additional_outputs
         for place, members, _ in self._members:
+            current_level().writes.forget(members)  # a change of anything else in there is recorded in `changes`
             changes[members] = [c for c in changes[members] if unwrap(c[2]) != place.name]
             if not changes[members]:
                 del changes[members]
@@ -330,6 +335,6 @@ def _check_assigned(nested: thunder.nested.NestedTrace, module: torch.nn.Module)
     if any(write.path == _GIVEN for write in nested._level.writes):
         raise HigherOrderError(
             f"{name_of(module)} sets a buffer that `functional_call` was given in a dict which comes from outside of "
-            f"the compiled program, where it cannot be put back. Change the buffer in place (`self.buffer.copy_(...)`), "
+            f"the compiled program, where it cannot be put back. Change the buffer in place (`self.buffer.copy_(...)`) "
             f"or give a dict that the program makes (`dict(buffers)`)."
         )
