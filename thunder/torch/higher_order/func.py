@@ -1,0 +1,466 @@
+"""``torch.func``: ``grad``, ``grad_and_value``, ``vjp`` and ``jvp`` of functions, inside of compiled code.
+
+The function is traced as an inner level, and its trace is replayed together with its gradient (``joint.py``). Each
+differentiated argument is traced as a tensor of its own, so that a captured tensor is a constant, also if it is the
+very tensor that is passed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from types import CellType
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_pprint
+
+import thunder.nested
+import thunder.torch as ltorch
+from thunder.core import dtypes
+from thunder.core.interpreter import WrappedValue, unwrap, wrap_const, wrapped_build_tuple
+from thunder.core.prims import OpTags
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.trace import get_tracectx
+from thunder.nested.captures import Attr, Item, Path, path_of, wrap_call
+from thunder.nested.effects import _made_inside
+from thunder.nested.errors import name_of
+from thunder.nested.levels import Level, current_level
+from thunder.nested.stand_ins import like
+from thunder.nested.trace import NestedTrace
+from thunder.nested.rewrap import reachable_proxies
+from thunder.torch.higher_order.autograd_function import _called
+from thunder.torch.higher_order.common import (
+    HigherOrderError,
+    _stand_alone,
+    checked_callable,
+    in_place_copies,
+)
+from thunder.torch.higher_order.joint import Joint, Run, grad_mode
+
+#
+# The operators
+#
+
+
+@thunder.nested.lookaside(torch.func.grad)
+def grad(func: WrappedValue, argnums: WrappedValue | int = 0, has_aux: WrappedValue | bool = False) -> WrappedValue:
+    """A function that computes the gradient of ``func``, which returns a scalar tensor::
+
+        def grad(func, argnums=0, has_aux=False):
+            def wrapper(*args, **kwargs):
+                gradient, value = grad_and_value(func, argnums, has_aux)(*args, **kwargs)
+                return (gradient, value[1]) if has_aux else gradient
+            return wrapper
+
+    See :func:`grad_and_value`.
+    """
+    checked_callable(func, "torch.func.grad", "func")
+    return _called(_grad, func, *_constants(argnums, has_aux))
+
+
+@thunder.nested.lookaside(torch.func.grad_and_value)
+def grad_and_value(
+    func: WrappedValue, argnums: WrappedValue | int = 0, has_aux: WrappedValue | bool = False
+) -> WrappedValue:
+    """A function that computes the gradient of ``func``, which returns a scalar tensor, and its value::
+
+        def grad_and_value(func, argnums=0, has_aux=False):
+            def wrapper(*args, **kwargs):
+                leaves = [t.detach().requires_grad_() for t in args[argnums]]
+                value = func(*args, with the leaves in their place, **kwargs)
+                return torch.autograd.grad(value, leaves, create_graph=True), value
+            return wrapper
+
+    The result can be differentiated once more, with respect to the arguments and to what ``func`` captures.
+
+    Raises:
+        RuntimeError: ``func`` returns no scalar tensor, or ``has_aux`` and no pair; ``argnums`` are no positions; an
+            argument is no floating point tensor.
+        ValueError: an argument that is to be differentiated holds something that is no tensor.
+        HigherOrderError: ``func`` changes something outside of it, or a tensor in place; an operation in it has no
+            gradient rule.
+    """
+    checked_callable(func, "torch.func.grad_and_value", "func")
+    return _called(_grad_and_value, func, *_constants(argnums, has_aux))
+
+
+def _grad(func, argnums, has_aux):
+    """What is interpreted."""
+
+    def wrapper(*args, **kwargs):
+        return eager_transforms.grad_impl(func, argnums, has_aux, args, kwargs)
+
+    return wrapper
+
+
+def _grad_and_value(func, argnums, has_aux):
+    """What is interpreted."""
+
+    def wrapper(*args, **kwargs):
+        return eager_transforms.grad_and_value_impl(func, argnums, has_aux, args, kwargs)
+
+    return wrapper
+
+
+@thunder.nested.lookaside(eager_transforms.grad_impl)
+def _grad_impl(
+    func: WrappedValue, argnums: WrappedValue, has_aux: WrappedValue, args: WrappedValue, kwargs: WrappedValue
+) -> WrappedValue:
+    results = _grad_and_value_impl(func, argnums, has_aux, args, kwargs).item_wrappers
+    return wrapped_build_tuple((results[0], _items(results[1])[1])) if unwrap(has_aux) else results[0]
+
+
+@thunder.nested.lookaside(eager_transforms.grad_and_value_impl)
+def _grad_and_value_impl(
+    func: WrappedValue, argnums: WrappedValue, has_aux: WrappedValue, args: WrappedValue, kwargs: WrappedValue
+) -> WrappedValue:
+    api = "grad_and_value(f)(*args)"
+    positions = eager_transforms._slice_argnums(tuple(range(len(unwrap(args)))), unwrap(argnums), as_tuple=False)
+    call = Call.trace(func, _items(args), _keywords(kwargs), positions, api, has_aux=unwrap(has_aux))
+    output = call.output
+    if not isinstance(output, TensorProxy):
+        raise RuntimeError(f"{api}: Expected f(*args) to return a Tensor, got {_type(output)}")
+    if output.ndim != 0:
+        raise RuntimeError(
+            f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {output.ndim} dims. Maybe you wanted "
+            f"to use the vjp or jacrev APIs instead?"
+        )
+    result = call.replay([output])
+    ones = [ltorch.ones_like(o) for o in call.differentiable]
+    return wrapped_build_tuple((_wrapped(call.gradients(ones)), result))
+
+
+@thunder.nested.lookaside(torch.func.vjp)
+def vjp(func: WrappedValue, *primals: WrappedValue, has_aux: WrappedValue | bool = False) -> WrappedValue:
+    """The value of ``func``, and a function that computes products of vectors with its Jacobian::
+
+        def vjp(func, *primals):
+            leaves = [t.detach().requires_grad_() for t in primals]
+            output = func(*leaves)
+            return output, lambda v: torch.autograd.grad(output, leaves, v, create_graph=True, retain_graph=True)
+
+    The function may be called any number of times; ``func`` is computed once. Raises what ``grad_and_value`` raises,
+    but for outputs, which may be any structure of floating point tensors.
+    """
+    checked_callable(func, "torch.func.vjp", "func")
+    api = "vjp(f, *primals)"
+    call = Call.trace(func, primals, {}, tuple(range(len(primals))), api, has_aux=unwrap(has_aux))
+    outputs, spec = tree_flatten(call.output)
+    _check_outputs(outputs, api)
+    for output in outputs:
+        if not dtypes.is_inexact_dtype(output.dtype):
+            raise RuntimeError(
+                "vjp(f, ...): All outputs of f must be floating-point or complex Tensors, got Tensor with dtype "
+                f"{dtypes.to_torch_dtype(output.dtype)}"
+            )
+    result = call.replay(outputs)
+    pull = _called(_vjp_fn, wrap_const(_Pull(call, spec, current_level())))
+    if not unwrap(has_aux):
+        return wrapped_build_tuple((result, pull))
+    result.track_items()
+    return wrapped_build_tuple((result.item_wrappers[0], pull, result.item_wrappers[1]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pull:
+    call: Call
+    spec: TreeSpec
+    level: Level
+
+
+def _vjp_fn(pull):
+    """What is interpreted."""
+
+    def vjp_fn(cotangents, retain_graph=True, create_graph=None):
+        return _pulled(pull, cotangents)
+
+    return vjp_fn
+
+
+def _pulled(pull: Any, cotangents: Any) -> Any:
+    """Has a lookaside: what the function that ``vjp`` returns computes."""
+
+
+@thunder.nested.lookaside(_pulled)
+def _pulled_lookaside(pull: WrappedValue, cotangents: WrappedValue) -> Any:
+    pulled: _Pull = unwrap(pull)
+    call = pulled.call
+    if pulled.level is not current_level():
+        raise HigherOrderError(
+            f"The function that `torch.func.vjp` of {call.name} returned is called inside of another function that is "
+            f"traced by itself. Call it in the function that has called `vjp`."
+        )
+    given, spec = tree_flatten(unwrap(cotangents))
+    if spec != pulled.spec:
+        raise RuntimeError(
+            "Expected pytree structure of cotangents to be the same as pytree structure of outputs to the function. "
+            f"cotangents: {treespec_pprint(spec)}, primal output: {treespec_pprint(pulled.spec)}"
+        )
+    for i, (cotangent, output) in enumerate(zip(given, call.differentiable)):
+        if tuple(cotangent.shape) != tuple(output.shape):
+            raise RuntimeError(
+                f"Mismatch in shape: grad_output[{i}] has a shape of torch.Size({list(cotangent.shape)}) and output[{i}] "
+                f"has a shape of torch.Size({list(output.shape)})."
+            )
+    return call.gradients(given)
+
+
+@thunder.nested.lookaside(torch.func.jvp)
+def jvp(
+    func: WrappedValue,
+    primals: WrappedValue,
+    tangents: WrappedValue,
+    *,
+    strict: WrappedValue | bool = False,
+    has_aux: WrappedValue | bool = False,
+) -> WrappedValue:
+    """The value of ``func``, and its derivative in the direction of ``tangents``::
+
+        def jvp(func, primals, tangents):
+            output, vjp_fn = vjp(func, *primals)
+            zeros = torch.zeros_like(output).requires_grad_()
+            return output, torch.autograd.grad(vjp_fn(zeros), zeros, tangents)
+
+    The gradient's computation is differentiated with respect to what it is linear in, so each operation of it needs a
+    gradient rule. Raises what ``vjp`` raises.
+    """
+    checked_callable(func, "torch.func.jvp", "func")
+    api = eager_transforms.jvp_str
+    if unwrap(strict):
+        raise HigherOrderError(f"`torch.func.jvp` of {name_of(unwrap(func))}: `strict=True` is not supported.")
+    if not isinstance(unwrap(primals), tuple):
+        raise RuntimeError(f"{api}: Expected primals to be a tuple. E.g. it should be valid to call f(*primals).")
+    flat, spec = tree_flatten(unwrap(primals))
+    given, tangents_spec = tree_flatten(unwrap(tangents))
+    if spec != tangents_spec:
+        raise RuntimeError(
+            f"{api}: Expected primals and tangents to have the same python structure. For example, if primals is a "
+            f"tuple of 3 tensors, tangents also must be. Got primals with structure {spec} and tangents with structure "
+            f"{tangents_spec}"
+        )
+    for name, values in (("primals", flat), ("tangents", given)):
+        if not values:
+            raise RuntimeError(f"{api}: Expected {name} to contain at least one Tensor.")
+        for value in values:
+            if not isinstance(value, TensorProxy):
+                raise RuntimeError(f"{api}: Expected {name} to only contain Tensors, got {_type(value)}")
+    positions = tuple(range(len(unwrap(primals))))
+    call = Call.trace(func, _items(primals), {}, positions, api, has_aux=unwrap(has_aux))
+    outputs, spec = tree_flatten(call.output)
+    _check_outputs(outputs, api)
+    result = call.replay(outputs)
+    pushed = _wrapped(tree_unflatten(call.pushed(given), spec))
+    if not unwrap(has_aux):
+        return wrapped_build_tuple((result, pushed))
+    output, aux = _items(result)
+    return wrapped_build_tuple((output, pushed, aux))
+
+
+#
+# Transforms that are missing
+#
+
+
+def _missing(name: str, why: str) -> Callable:
+    def lookaside(func: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> WrappedValue:
+        of = f" of {name_of(unwrap(func))}" if callable(unwrap(func)) else ""
+        raise HigherOrderError(f"`torch.func.{name}`{of} is not possible under `thunder.jit`: {why}.")
+
+    return lookaside
+
+
+_JACOBIAN = "it needs `vmap` over a gradient. Call `torch.func.vjp` or `jvp` for each row or column"
+for _name, _why in {
+    "jacrev": _JACOBIAN,
+    "jacfwd": _JACOBIAN,
+    "hessian": _JACOBIAN,
+    "linearize": "it runs the function to record it. Call `torch.func.jvp`",
+    "functionalize": "thunder makes programs functional by itself. Call the function without it",
+    "stack_module_state": "it makes new leaf tensors. Call it outside of the compiled function, and pass its results",
+    "replace_all_batch_norm_modules_": "it changes the module. Call it outside of the compiled function",
+    "debug_unwrap": "there are no wrapped tensors in a trace. Call it outside of the compiled function",
+}.items():
+    if hasattr(torch.func, _name):
+        thunder.nested.lookaside(getattr(torch.func, _name))(_missing(_name, _why))
+
+
+#
+# One call of a function that is differentiated
+#
+
+
+class Call:
+    """A call of a function some of whose arguments are differentiated.
+
+    Attributes:
+        name: how messages name the function.
+        output: what it returned, without ``aux``, with the proxies of the inner computation.
+        differentiable: in the enclosing trace, the outputs that are differentiated.
+    """
+
+    def __init__(self, nested: NestedTrace, args: Sequence[WrappedValue], kwargs: dict, leaves: list, name: str):
+        self.nested, self.name, self.output = nested, name, nested.result
+        self.differentiable: list[TensorProxy] = []
+        self._lift = nested._lift.with_arguments(tuple(args), kwargs)
+        # for each leaf that is differentiated what it was traced with, and what it is
+        self._leaves: list[tuple[TensorProxy, TensorProxy]] = leaves
+        self._spec: TreeSpec | None = None
+        self._run: Run | None = None
+        self._inputs: list[int | None] = []
+
+    @classmethod
+    def trace(
+        cls,
+        func: WrappedValue,
+        args: Sequence[WrappedValue],
+        kwargs: dict[str, WrappedValue],
+        positions: int | tuple[int, ...],
+        api: str,
+        *,
+        has_aux: bool,
+    ) -> Call:
+        """Traces the function, and checks what it does.
+
+        Args:
+            positions: the positional arguments that are differentiated.
+            api: how the messages of eager PyTorch begin.
+            has_aux: whether it returns a pair, of which only the first is differentiated.
+        """
+        name = name_of(unwrap(func))
+        wanted = unwrap(wrap_const(positions))
+        selected = args[wanted].value if isinstance(wanted, int) else tuple(args[i].value for i in wanted)
+        flat, spec = tree_flatten(selected)
+        leaves = [_leaf(value) for value in flat]
+        stand_ins = tree_unflatten([stand_in for stand_in, _ in leaves], spec)
+        by_position = {wanted: stand_ins} if isinstance(wanted, int) else dict(zip(wanted, stand_ins))
+        traced = [by_position.get(i, a) for i, a in enumerate(args)]
+        with grad_mode(autocast=True):
+            nested = thunder.nested.trace(func, *traced, **kwargs)
+        if nested.exception is not None:
+            nested.inline()  # raises it
+        _check_effects(nested, name)
+        call = cls(nested, args, kwargs, leaves, name)
+        call._spec = spec
+        if has_aux:
+            if not (isinstance(nested.result, tuple) and len(nested.result) == 2):
+                raise RuntimeError(
+                    f"{api}: output of function f should be a tuple: (output, aux) if has_aux is True"
+                )
+            call.output = nested.result[0]
+        return call
+
+    def replay(self, outputs: Sequence[TensorProxy]) -> WrappedValue:
+        """Records the function in the enclosing trace.
+
+        Args:
+            outputs: the proxies of the inner computation that are differentiated.
+
+        Returns:
+            What the function returned.
+        """
+        level, nested = self.nested._level, self.nested
+        first = list(dict.fromkeys(level.final_name(o) for o in outputs))
+        leaving = [level.final_name(p) for p in reachable_proxies(level, [nested.result]) if isinstance(p, TensorProxy)]
+        others = [n for n in dict.fromkeys(leaving) if n not in first]
+        placeholders = {stand_in.name: i for i, (stand_in, _) in enumerate(self._leaves)}
+        self._inputs = [placeholders.get(getattr(i.value, "name", None)) for i in nested.inputs]
+        trace = _stand_alone(nested, [*first, *others], [i is not None for i in self._inputs])
+        joint = Joint(trace, self.name, len(first))
+        values = [
+            i.value if leaf is None else self._leaves[leaf][1] for i, leaf in zip(nested.inputs, self._inputs)
+        ]
+        self._run = run = Run(joint, values)
+        by_name = dict(zip((*first, *others), map(run.value, (*joint.outputs, *joint.others))))
+        self.differentiable = [by_name[n] for n in first]
+        self._positions = [first.index(level.final_name(o)) for o in outputs]
+        return nested._finish_replay(by_name, self._lift)
+
+    def gradients(self, given: Sequence[TensorProxy]) -> Any:
+        """The gradients of the differentiated arguments, for a gradient of each output, in the arguments' structure."""
+        assert self._run is not None
+        total: list[TensorProxy | None] = [None] * len(self.differentiable)
+        for position, g in zip(self._positions, given):
+            known = total[position]
+            total[position] = g if known is None else known + g
+        found = self._run.gradients(total)
+        by_leaf = {leaf: g for leaf, g in zip(self._inputs, found) if leaf is not None and g is not None}
+        flat = [by_leaf.get(i, None) for i in range(len(self._leaves))]
+        flat = [ltorch.zeros_like(real) if g is None else g for g, (_, real) in zip(flat, self._leaves)]
+        return tree_unflatten(flat, self._spec)
+
+    def pushed(self, tangents: Sequence[TensorProxy]) -> list[TensorProxy]:
+        """The derivative of each output in the direction of tangents of the arguments' leaves."""
+        assert self._run is not None
+        found = self._run.pushed([None if leaf is None else tangents[leaf] for leaf in self._inputs], self.name)
+        return [found[p] for p in self._positions]
+
+
+def _leaf(value: Any) -> tuple[TensorProxy, TensorProxy]:
+    """A tensor of its own to trace the function with, and the tensor."""
+    if not isinstance(value, TensorProxy):
+        raise ValueError(f"Thing passed to transform API must be Tensor, got {_type(value)}")
+    if not dtypes.is_inexact_dtype(value.dtype):
+        raise RuntimeError("only Tensors of floating point dtype can require gradients")
+    stand_in = like(value, get_tracectx().make_name(prefix="t"))
+    stand_in._requires_grad = True
+    stand_in._tags = set()
+    return stand_in, value
+
+
+def _check_effects(nested: NestedTrace, name: str) -> None:
+    effect = _effect(nested)
+    if effect is not None:
+        raise HigherOrderError(
+            f"{name} {effect}, but it is differentiated by `torch.func`, which takes it for a function of its "
+            f"arguments. Return the new value, with `has_aux=True`, and make the change after the call."
+        )
+
+
+def _effect(nested: NestedTrace) -> str | None:
+    level = nested._level
+    for bsym in nested.computation_trace.bound_symbols:
+        if any(in_place_copies(bsym)) or (bsym.sym.tags and OpTags.IN_PLACE in bsym.sym.tags):
+            where = f", {bsym.source_filename}:{bsym.source_positions.lineno}" if bsym.source_positions else ""
+            return f"changes a tensor in place (`{bsym.sym.name}`{where})"
+    for _, owner, key, _ in itertools.chain(*level.ctx._additional_outputs.values()):
+        if path_of(owner.provenance) is not None or not _made_inside(owner.provenance.inputs[0]):
+            return f"sets `{unwrap(key)}` on an object outside of it"
+    for write in level.writes:
+        steps = write.path.steps
+        if isinstance(write.wrapper.value, CellType):
+            steps = (*steps, Attr("cell_contents"))
+        return f"changes `{Path(write.path.root, steps).spoken(nested.fn)}`, which is outside of it"
+    return None
+
+
+def _check_outputs(outputs: Sequence[Any], api: str) -> None:
+    if not outputs or (len(outputs) == 1 and outputs[0] is None):
+        raise RuntimeError(f"{api}: Expected f to be a function that has non-empty output (got output = {outputs})")
+    for output in outputs:
+        if not isinstance(output, TensorProxy):
+            raise RuntimeError(f"{api}: expected f(*primals) to return only tensors, got unsupported type {_type(output)}")
+
+
+def _type(value: Any) -> type:
+    return torch.Tensor if isinstance(value, TensorProxy) else getattr(value, "python_type", type(value))
+
+
+def _constants(*values: Any) -> list[WrappedValue]:
+    return [v if isinstance(v, WrappedValue) else wrap_const(v) for v in values]
+
+
+def _items(values: WrappedValue) -> list[WrappedValue]:
+    values.track_items()
+    return list(values.item_wrappers)
+
+
+def _keywords(kwargs: WrappedValue) -> dict[str, WrappedValue]:
+    kwargs.track_items()
+    return {k: kwargs.item_wrappers[k] for k in unwrap(kwargs)}
+
+
+def _wrapped(value: Any) -> WrappedValue:
+    return wrap_call(value, (), {})[0]
