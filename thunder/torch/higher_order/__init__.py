@@ -9,5 +9,6 @@ import thunder.torch.higher_order.functional_call  # noqa: F401
 import thunder.torch.higher_order.map  # noqa: F401
 import thunder.torch.higher_order.named_members  # noqa: F401
 import thunder.torch.higher_order.scan  # noqa: F401
+import thunder.torch.higher_order.second_derivatives  # noqa: F401
 import thunder.torch.higher_order.vmap  # noqa: F401
 import thunder.torch.higher_order.while_loop  # noqa: F401

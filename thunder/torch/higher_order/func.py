@@ -193,7 +193,7 @@ def _pulled_lookaside(pull: WrappedValue, cotangents: WrappedValue) -> Any:
             f"The function that `torch.func.vjp` of {call.name} returned is called inside of another function that is "
             f"traced by itself. Call it in the function that has called `vjp`."
         )
-    given, spec = tree_flatten(unwrap(cotangents))
+    given, spec = tree_flatten(_plain(cotangents))
     if spec != pulled.spec:
         raise RuntimeError(
             "Expected pytree structure of cotangents to be the same as pytree structure of outputs to the function. "
@@ -233,8 +233,8 @@ def jvp(
         raise HigherOrderError(f"`torch.func.jvp` of {name_of(unwrap(func))}: `strict=True` is not supported.")
     if not isinstance(unwrap(primals), tuple):
         raise RuntimeError(f"{api}: Expected primals to be a tuple. E.g. it should be valid to call f(*primals).")
-    flat, spec = tree_flatten(unwrap(primals))
-    given, tangents_spec = tree_flatten(unwrap(tangents))
+    flat, spec = tree_flatten(_plain(primals))
+    given, tangents_spec = tree_flatten(_plain(tangents))
     if spec != tangents_spec:
         raise RuntimeError(
             f"{api}: Expected primals and tangents to have the same python structure. For example, if primals is a "
@@ -303,6 +303,7 @@ class Call:
 
     def __init__(self, nested: NestedTrace, args: Sequence[WrappedValue], kwargs: dict, leaves: list, name: str):
         self.nested, self.name, self.output = nested, name, nested.result
+        self._aux: Any = ()
         self.differentiable: list[TensorProxy] = []
         self._lift = nested._lift.with_arguments(tuple(args), kwargs)
         # for each leaf that is differentiated what it was traced with, and what it is
@@ -330,9 +331,8 @@ class Call:
             has_aux: whether it returns a pair, of which only the first is differentiated.
         """
         name = name_of(unwrap(func))
-        wanted = unwrap(wrap_const(positions))
-        selected = args[wanted].value if isinstance(wanted, int) else tuple(args[i].value for i in wanted)
-        flat, spec = tree_flatten(selected)
+        wanted = positions
+        flat, spec = tree_flatten(_plain(args[wanted]) if isinstance(wanted, int) else tuple(_plain(args[i]) for i in wanted))
         leaves = [_leaf(value) for value in flat]
         stand_ins = tree_unflatten([stand_in for stand_in, _ in leaves], spec)
         by_position = {wanted: stand_ins} if isinstance(wanted, int) else dict(zip(wanted, stand_ins))
@@ -349,7 +349,7 @@ class Call:
                 raise RuntimeError(
                     f"{api}: output of function f should be a tuple: (output, aux) if has_aux is True"
                 )
-            call.output = nested.result[0]
+            call.output, call._aux = nested.result
         return call
 
     def replay(self, outputs: Sequence[TensorProxy]) -> WrappedValue:
@@ -362,6 +362,9 @@ class Call:
             What the function returned.
         """
         level, nested = self.nested._level, self.nested
+        for leaf in tree_flatten(self._aux)[0]:
+            if not isinstance(leaf, TensorProxy):
+                raise RuntimeError(f"Expected tensors, got unsupported type {_type(leaf)}")
         first = list(dict.fromkeys(level.final_name(o) for o in outputs))
         leaving = [level.final_name(p) for p in reachable_proxies(level, [nested.result]) if isinstance(p, TensorProxy)]
         others = [n for n in dict.fromkeys(leaving) if n not in first]
@@ -460,6 +463,18 @@ def _items(values: WrappedValue) -> list[WrappedValue]:
 def _keywords(kwargs: WrappedValue) -> dict[str, WrappedValue]:
     kwargs.track_items()
     return {k: kwargs.item_wrappers[k] for k in unwrap(kwargs)}
+
+
+def _plain(value: WrappedValue) -> Any:
+    """The value, with proxies for the tensors in tuples, lists and dicts."""
+    plain = unwrap(value)
+    if not isinstance(plain, (tuple, list, dict)):
+        return plain
+    value.track_items()
+    if isinstance(plain, dict):
+        return type(plain)((k, _plain(value.item_wrappers[k])) for k in plain)
+    items = [_plain(item) for item in value.item_wrappers]
+    return type(plain)._make(items) if hasattr(plain, "_make") else type(plain)(items)
 
 
 def _wrapped(value: Any) -> WrappedValue:

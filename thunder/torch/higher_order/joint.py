@@ -26,6 +26,7 @@ from thunder.nested.levels import ambient_state, set_ambient_state
 from thunder.nested.replay import Substitution
 from thunder.nested.stand_ins import like
 from thunder.torch.higher_order.common import HigherOrderError, names
+from thunder.torch.higher_order.gradient_rule import without_gradients
 from thunder.transforms.autodiff import grad_transform_on_trace
 
 _NOT_REPLAYED = (PrimIDs.UNPACK_TRIVIAL, PrimIDs.RETURN)
@@ -159,7 +160,8 @@ class Run:
         The map from the outputs' gradients to those of the arguments is linear; this is its transposed one.
         """
         trace, residuals, wanted = _backward_as_program(self._joint)
-        zeros = [ltorch.zeros_like(self.value(o)) for o in self._joint.outputs]
+        with without_gradients():
+            zeros = [ltorch.zeros_like(self.value(o)) for o in self._joint.outputs]
         if not wanted:
             return zeros
         run = Run(Joint(trace, where), [*zeros, *map(self.value, residuals)])
@@ -201,7 +203,7 @@ def _backward_as_program(joint: Joint) -> tuple[TraceCtx, list[Proxy], list[int]
     wanted = [i for i, g in enumerate(joint.gradients) if g is not None and g.name in made]
     residuals = {p.name: p for b in joint.backward for p in b.flat_proxy_args if p.name not in made}
     trace = TraceCtx()
-    trace.names = {*given, *made, *residuals, *(g.name for g in given.values())}
+    trace.names = {*given, *made, *residuals}
     with tracectx(trace):
         cotangents = [TensorProxy(g.name, like=g, requires_grad=True) for g in given.values()]
         arguments = [*cotangents, *residuals.values()]
