@@ -8,9 +8,7 @@ very tensor that is passed.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
-from types import CellType
 from typing import Any
 
 import torch
@@ -21,24 +19,13 @@ import thunder.nested
 import thunder.torch as ltorch
 from thunder.core import dtypes
 from thunder.core.interpreter import WrappedValue, unwrap, wrap_const, wrapped_build_tuple
-from thunder.core.prims import OpTags
-from thunder.core.proxies import Proxy, TensorProxy
-from thunder.core.trace import get_tracectx
-from thunder.nested.captures import Attr, Item, Path, path_of, wrap_call
-from thunder.nested.effects import _made_inside
+from thunder.core.proxies import TensorProxy
+from thunder.nested.captures import wrap_call
 from thunder.nested.errors import name_of
 from thunder.nested.levels import Level, current_level
-from thunder.nested.stand_ins import like
-from thunder.nested.trace import NestedTrace
-from thunder.nested.rewrap import reachable_proxies
 from thunder.torch.higher_order.autograd_function import _called
-from thunder.torch.higher_order.common import (
-    HigherOrderError,
-    _stand_alone,
-    checked_callable,
-    in_place_copies,
-)
-from thunder.torch.higher_order.joint import Joint, Run, grad_mode
+from thunder.torch.higher_order.common import HigherOrderError, checked_callable
+from thunder.torch.higher_order.differentiate import Call, plain_of, type_of
 
 #
 # The operators
@@ -122,14 +109,14 @@ def _grad_and_value_impl(
     call = Call.trace(func, _items(args), _keywords(kwargs), positions, api, has_aux=unwrap(has_aux))
     output = call.output
     if not isinstance(output, TensorProxy):
-        raise RuntimeError(f"{api}: Expected f(*args) to return a Tensor, got {_type(output)}")
+        raise RuntimeError(f"{api}: Expected f(*args) to return a Tensor, got {type_of(output)}")
     if output.ndim != 0:
         raise RuntimeError(
             f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {output.ndim} dims. Maybe you wanted "
             f"to use the vjp or jacrev APIs instead?"
         )
     result = call.replay([output])
-    ones = [ltorch.ones_like(o) for o in call.differentiable]
+    ones = [ltorch.ones_like(o) for o in call.outputs]
     return wrapped_build_tuple((_wrapped(call.gradients(ones)), result))
 
 
@@ -193,13 +180,13 @@ def _pulled_lookaside(pull: WrappedValue, cotangents: WrappedValue) -> Any:
             f"The function that `torch.func.vjp` of {call.name} returned is called inside of another function that is "
             f"traced by itself. Call it in the function that has called `vjp`."
         )
-    given, spec = tree_flatten(_plain(cotangents))
+    given, spec = tree_flatten(plain_of(cotangents))
     if spec != pulled.spec:
         raise RuntimeError(
             "Expected pytree structure of cotangents to be the same as pytree structure of outputs to the function. "
             f"cotangents: {treespec_pprint(spec)}, primal output: {treespec_pprint(pulled.spec)}"
         )
-    for i, (cotangent, output) in enumerate(zip(given, call.differentiable)):
+    for i, (cotangent, output) in enumerate(zip(given, call.outputs)):
         if tuple(cotangent.shape) != tuple(output.shape):
             raise RuntimeError(
                 f"Mismatch in shape: grad_output[{i}] has a shape of torch.Size({list(cotangent.shape)}) and output[{i}] "
@@ -233,8 +220,8 @@ def jvp(
         raise HigherOrderError(f"`torch.func.jvp` of {name_of(unwrap(func))}: `strict=True` is not supported.")
     if not isinstance(unwrap(primals), tuple):
         raise RuntimeError(f"{api}: Expected primals to be a tuple. E.g. it should be valid to call f(*primals).")
-    flat, spec = tree_flatten(_plain(primals))
-    given, tangents_spec = tree_flatten(_plain(tangents))
+    flat, spec = tree_flatten(plain_of(primals))
+    given, tangents_spec = tree_flatten(plain_of(tangents))
     if spec != tangents_spec:
         raise RuntimeError(
             f"{api}: Expected primals and tangents to have the same python structure. For example, if primals is a "
@@ -246,7 +233,14 @@ def jvp(
             raise RuntimeError(f"{api}: Expected {name} to contain at least one Tensor.")
         for value in values:
             if not isinstance(value, TensorProxy):
-                raise RuntimeError(f"{api}: Expected {name} to only contain Tensors, got {_type(value)}")
+                raise RuntimeError(f"{api}: Expected {name} to only contain Tensors, got {type_of(value)}")
+    for primal, tangent in zip(flat, given):
+        if tuple(primal.shape) != tuple(tangent.shape):
+            raise RuntimeError(
+                "Trying to set a forward gradient that has a different size than that of the original Tensor, this is "
+                f"not supported. Tensor is of size {list(primal.shape)} while the given forward gradient is of size "
+                f"{list(tangent.shape)}."
+            )
     positions = tuple(range(len(unwrap(primals))))
     call = Call.trace(func, _items(primals), {}, positions, api, has_aux=unwrap(has_aux))
     outputs, spec = tree_flatten(call.output)
@@ -281,162 +275,11 @@ for _name, _why in {
     "functionalize": "thunder makes programs functional by itself. Call the function without it",
     "stack_module_state": "it makes new leaf tensors. Call it outside of the compiled function, and pass its results",
     "replace_all_batch_norm_modules_": "it changes the module. Call it outside of the compiled function",
+    "rearrange": "its pattern cannot be interpreted. Use `permute`, `reshape` and `expand`",
     "debug_unwrap": "there are no wrapped tensors in a trace. Call it outside of the compiled function",
 }.items():
     if hasattr(torch.func, _name):
         thunder.nested.lookaside(getattr(torch.func, _name))(_missing(_name, _why))
-
-
-#
-# One call of a function that is differentiated
-#
-
-
-class Call:
-    """A call of a function some of whose arguments are differentiated.
-
-    Attributes:
-        name: how messages name the function.
-        output: what it returned, without ``aux``, with the proxies of the inner computation.
-        differentiable: in the enclosing trace, the outputs that are differentiated.
-    """
-
-    def __init__(self, nested: NestedTrace, args: Sequence[WrappedValue], kwargs: dict, leaves: list, name: str):
-        self.nested, self.name, self.output = nested, name, nested.result
-        self._aux: Any = ()
-        self.differentiable: list[TensorProxy] = []
-        self._lift = nested._lift.with_arguments(tuple(args), kwargs)
-        # for each leaf that is differentiated what it was traced with, and what it is
-        self._leaves: list[tuple[TensorProxy, TensorProxy]] = leaves
-        self._spec: TreeSpec | None = None
-        self._run: Run | None = None
-        self._inputs: list[int | None] = []
-
-    @classmethod
-    def trace(
-        cls,
-        func: WrappedValue,
-        args: Sequence[WrappedValue],
-        kwargs: dict[str, WrappedValue],
-        positions: int | tuple[int, ...],
-        api: str,
-        *,
-        has_aux: bool,
-    ) -> Call:
-        """Traces the function, and checks what it does.
-
-        Args:
-            positions: the positional arguments that are differentiated.
-            api: how the messages of eager PyTorch begin.
-            has_aux: whether it returns a pair, of which only the first is differentiated.
-        """
-        name = name_of(unwrap(func))
-        wanted = positions
-        flat, spec = tree_flatten(_plain(args[wanted]) if isinstance(wanted, int) else tuple(_plain(args[i]) for i in wanted))
-        leaves = [_leaf(value) for value in flat]
-        stand_ins = tree_unflatten([stand_in for stand_in, _ in leaves], spec)
-        by_position = {wanted: stand_ins} if isinstance(wanted, int) else dict(zip(wanted, stand_ins))
-        traced = [by_position.get(i, a) for i, a in enumerate(args)]
-        with grad_mode(autocast=True):
-            nested = thunder.nested.trace(func, *traced, **kwargs)
-        if nested.exception is not None:
-            nested.inline()  # raises it
-        _check_effects(nested, name)
-        call = cls(nested, args, kwargs, leaves, name)
-        call._spec = spec
-        if has_aux:
-            if not (isinstance(nested.result, tuple) and len(nested.result) == 2):
-                raise RuntimeError(
-                    f"{api}: output of function f should be a tuple: (output, aux) if has_aux is True"
-                )
-            call.output, call._aux = nested.result
-        return call
-
-    def replay(self, outputs: Sequence[TensorProxy]) -> WrappedValue:
-        """Records the function in the enclosing trace.
-
-        Args:
-            outputs: the proxies of the inner computation that are differentiated.
-
-        Returns:
-            What the function returned.
-        """
-        level, nested = self.nested._level, self.nested
-        for leaf in tree_flatten(self._aux)[0]:
-            if not isinstance(leaf, TensorProxy):
-                raise RuntimeError(f"Expected tensors, got unsupported type {_type(leaf)}")
-        first = list(dict.fromkeys(level.final_name(o) for o in outputs))
-        leaving = [level.final_name(p) for p in reachable_proxies(level, [nested.result]) if isinstance(p, TensorProxy)]
-        others = [n for n in dict.fromkeys(leaving) if n not in first]
-        placeholders = {stand_in.name: i for i, (stand_in, _) in enumerate(self._leaves)}
-        self._inputs = [placeholders.get(getattr(i.value, "name", None)) for i in nested.inputs]
-        trace = _stand_alone(nested, [*first, *others], [i is not None for i in self._inputs])
-        joint = Joint(trace, self.name, len(first))
-        values = [
-            i.value if leaf is None else self._leaves[leaf][1] for i, leaf in zip(nested.inputs, self._inputs)
-        ]
-        self._run = run = Run(joint, values)
-        by_name = dict(zip((*first, *others), map(run.value, (*joint.outputs, *joint.others))))
-        self.differentiable = [by_name[n] for n in first]
-        self._positions = [first.index(level.final_name(o)) for o in outputs]
-        return nested._finish_replay(by_name, self._lift)
-
-    def gradients(self, given: Sequence[TensorProxy]) -> Any:
-        """The gradients of the differentiated arguments, for a gradient of each output, in the arguments' structure."""
-        assert self._run is not None
-        total: list[TensorProxy | None] = [None] * len(self.differentiable)
-        for position, g in zip(self._positions, given):
-            known = total[position]
-            total[position] = g if known is None else known + g
-        found = self._run.gradients(total)
-        by_leaf = {leaf: g for leaf, g in zip(self._inputs, found) if leaf is not None and g is not None}
-        flat = [by_leaf.get(i, None) for i in range(len(self._leaves))]
-        flat = [ltorch.zeros_like(real) if g is None else g for g, (_, real) in zip(flat, self._leaves)]
-        return tree_unflatten(flat, self._spec)
-
-    def pushed(self, tangents: Sequence[TensorProxy]) -> list[TensorProxy]:
-        """The derivative of each output in the direction of tangents of the arguments' leaves."""
-        assert self._run is not None
-        found = self._run.pushed([None if leaf is None else tangents[leaf] for leaf in self._inputs], self.name)
-        return [found[p] for p in self._positions]
-
-
-def _leaf(value: Any) -> tuple[TensorProxy, TensorProxy]:
-    """A tensor of its own to trace the function with, and the tensor."""
-    if not isinstance(value, TensorProxy):
-        raise ValueError(f"Thing passed to transform API must be Tensor, got {_type(value)}")
-    if not dtypes.is_inexact_dtype(value.dtype):
-        raise RuntimeError("only Tensors of floating point dtype can require gradients")
-    stand_in = like(value, get_tracectx().make_name(prefix="t"))
-    stand_in._requires_grad = True
-    stand_in._tags = set()
-    return stand_in, value
-
-
-def _check_effects(nested: NestedTrace, name: str) -> None:
-    effect = _effect(nested)
-    if effect is not None:
-        raise HigherOrderError(
-            f"{name} {effect}, but it is differentiated by `torch.func`, which takes it for a function of its "
-            f"arguments. Return the new value, with `has_aux=True`, and make the change after the call."
-        )
-
-
-def _effect(nested: NestedTrace) -> str | None:
-    level = nested._level
-    for bsym in nested.computation_trace.bound_symbols:
-        if any(in_place_copies(bsym)) or (bsym.sym.tags and OpTags.IN_PLACE in bsym.sym.tags):
-            where = f", {bsym.source_filename}:{bsym.source_positions.lineno}" if bsym.source_positions else ""
-            return f"changes a tensor in place (`{bsym.sym.name}`{where})"
-    for _, owner, key, _ in itertools.chain(*level.ctx._additional_outputs.values()):
-        if path_of(owner.provenance) is not None or not _made_inside(owner.provenance.inputs[0]):
-            return f"sets `{unwrap(key)}` on an object outside of it"
-    for write in level.writes:
-        steps = write.path.steps
-        if isinstance(write.wrapper.value, CellType):
-            steps = (*steps, Attr("cell_contents"))
-        return f"changes `{Path(write.path.root, steps).spoken(nested.fn)}`, which is outside of it"
-    return None
 
 
 def _check_outputs(outputs: Sequence[Any], api: str) -> None:
@@ -444,11 +287,9 @@ def _check_outputs(outputs: Sequence[Any], api: str) -> None:
         raise RuntimeError(f"{api}: Expected f to be a function that has non-empty output (got output = {outputs})")
     for output in outputs:
         if not isinstance(output, TensorProxy):
-            raise RuntimeError(f"{api}: expected f(*primals) to return only tensors, got unsupported type {_type(output)}")
-
-
-def _type(value: Any) -> type:
-    return torch.Tensor if isinstance(value, TensorProxy) else getattr(value, "python_type", type(value))
+            raise RuntimeError(
+                f"{api}: expected f(*primals) to return only tensors, got unsupported type {type_of(output)}"
+            )
 
 
 def _constants(*values: Any) -> list[WrappedValue]:
@@ -463,18 +304,6 @@ def _items(values: WrappedValue) -> list[WrappedValue]:
 def _keywords(kwargs: WrappedValue) -> dict[str, WrappedValue]:
     kwargs.track_items()
     return {k: kwargs.item_wrappers[k] for k in unwrap(kwargs)}
-
-
-def _plain(value: WrappedValue) -> Any:
-    """The value, with proxies for the tensors in tuples, lists and dicts."""
-    plain = unwrap(value)
-    if not isinstance(plain, (tuple, list, dict)):
-        return plain
-    value.track_items()
-    if isinstance(plain, dict):
-        return type(plain)((k, _plain(value.item_wrappers[k])) for k in plain)
-    items = [_plain(item) for item in value.item_wrappers]
-    return type(plain)._make(items) if hasattr(plain, "_make") else type(plain)(items)
 
 
 def _wrapped(value: Any) -> WrappedValue:

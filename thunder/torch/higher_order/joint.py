@@ -26,7 +26,6 @@ from thunder.nested.levels import ambient_state, set_ambient_state
 from thunder.nested.replay import Substitution
 from thunder.nested.stand_ins import like
 from thunder.torch.higher_order.common import HigherOrderError, names
-from thunder.torch.higher_order.gradient_rule import without_gradients
 from thunder.transforms.autodiff import grad_transform_on_trace
 
 _NOT_REPLAYED = (PrimIDs.UNPACK_TRIVIAL, PrimIDs.RETURN)
@@ -70,8 +69,8 @@ class Joint:
                 joint = dce(grad_transform_on_trace(dce(wrap_return_value_together_with_arguments(trace))))
         except Exception as error:
             raise HigherOrderError(
-                f"{where} cannot be differentiated: {error}. Thunder has no gradient rule for an operation in it, as for "
-                f"many operations that are gradients themselves. Compose it of other operations."
+                f"{where} cannot be differentiated: {error}. Thunder has no gradient rule for an operation in it, as "
+                f"for many operations that are gradients themselves. Compose it of other operations."
             ) from error
         (returned,) = joint.bound_symbols[-1].args
         outputs = tuple(returned["fw_flat_out"])
@@ -160,8 +159,7 @@ class Run:
         The map from the outputs' gradients to those of the arguments is linear; this is its transposed one.
         """
         trace, residuals, wanted = _backward_as_program(self._joint)
-        with without_gradients():
-            zeros = [ltorch.zeros_like(self.value(o)) for o in self._joint.outputs]
+        zeros = [ltorch.zeros_like(self.value(o)) for o in self._joint.outputs]
         if not wanted:
             return zeros
         run = Run(Joint(trace, where), [*zeros, *map(self.value, residuals)])
