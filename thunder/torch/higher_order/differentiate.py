@@ -12,7 +12,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 import thunder.clang as clang
 import thunder.nested
-import thunder.torch as ltorch
 from thunder.core import dtypes
 from thunder.core.interpreter import WrappedValue, unwrap
 from thunder.core.prims import OpTags
@@ -25,7 +24,7 @@ from thunder.nested.rewrap import reachable_proxies
 from thunder.nested.stand_ins import like
 from thunder.nested.trace import NestedTrace
 from thunder.torch.higher_order.common import HigherOrderError, _stand_alone, in_place_copies
-from thunder.torch.higher_order.joint import Joint, Run, grad_mode
+from thunder.torch.higher_order.joint import Joint, Run, constant, grad_mode
 
 
 class Call:
@@ -131,7 +130,7 @@ class Call:
         found = self._run.gradients(total)
         by_leaf = {leaf: g for leaf, g in zip(self._inputs, found) if leaf is not None and g is not None}
         flat = [by_leaf.get(i, None) for i in range(len(self._leaves))]
-        flat = [ltorch.zeros_like(real) if g is None else g for g, (_, real) in zip(flat, self._leaves)]
+        flat = [constant(0.0, real) if g is None else g for g, (_, real) in zip(flat, self._leaves)]
         return tree_unflatten(flat, self._spec)
 
     def pushed(self, tangents: Sequence[TensorProxy]) -> list[TensorProxy]:

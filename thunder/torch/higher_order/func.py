@@ -16,7 +16,6 @@ from torch._functorch import eager_transforms
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_pprint
 
 import thunder.nested
-import thunder.torch as ltorch
 from thunder.core import dtypes
 from thunder.core.interpreter import WrappedValue, unwrap, wrap_const, wrapped_build_tuple
 from thunder.core.proxies import TensorProxy
@@ -26,6 +25,7 @@ from thunder.nested.levels import Level, current_level
 from thunder.torch.higher_order.autograd_function import _called
 from thunder.torch.higher_order.common import HigherOrderError, checked_callable
 from thunder.torch.higher_order.differentiate import Call, plain_of, type_of
+from thunder.torch.higher_order.joint import constant
 
 #
 # The operators
@@ -115,8 +115,9 @@ def _grad_and_value_impl(
             f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {output.ndim} dims. Maybe you wanted "
             f"to use the vjp or jacrev APIs instead?"
         )
-    result = call.replay([output])
-    ones = [ltorch.ones_like(o) for o in call.outputs]
+    # eager PyTorch gives zeros for an integer
+    result = call.replay([output] if dtypes.is_inexact_dtype(output.dtype) else [])
+    ones = [constant(1.0, o) for o in call.outputs]
     return wrapped_build_tuple((_wrapped(call.gradients(ones)), result))
 
 
@@ -189,8 +190,8 @@ def _pulled_lookaside(pull: WrappedValue, cotangents: WrappedValue) -> Any:
     for i, (cotangent, output) in enumerate(zip(given, call.outputs)):
         if tuple(cotangent.shape) != tuple(output.shape):
             raise RuntimeError(
-                f"Mismatch in shape: grad_output[{i}] has a shape of torch.Size({list(cotangent.shape)}) and output[{i}] "
-                f"has a shape of torch.Size({list(output.shape)})."
+                f"Mismatch in shape: grad_output[{i}] has a shape of torch.Size({list(cotangent.shape)}) and "
+                f"output[{i}] has a shape of torch.Size({list(output.shape)})."
             )
     return call.gradients(given)
 

@@ -44,6 +44,11 @@ def grad_mode(*, autocast: bool) -> Iterator[None]:
         set_ambient_state(data, state)
 
 
+def constant(value: float, like: TensorProxy) -> TensorProxy:
+    """A tensor of one value. It does not depend on the other tensor, as what ``zeros_like`` gives would."""
+    return ltorch.full(like.shape, value, device=like.device, dtype=like.dtype)
+
+
 class Joint:
     """The computation of a program's outputs, and of gradients, see NOTE [joint computations].
 
@@ -159,7 +164,7 @@ class Run:
         The map from the outputs' gradients to those of the arguments is linear; this is its transposed one.
         """
         trace, residuals, wanted = _backward_as_program(self._joint)
-        zeros = [ltorch.zeros_like(self.value(o)) for o in self._joint.outputs]
+        zeros = [constant(0.0, self.value(o)) for o in self._joint.outputs]
         if not wanted:
             return zeros
         run = Run(Joint(trace, where), [*zeros, *map(self.value, residuals)])

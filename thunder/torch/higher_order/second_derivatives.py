@@ -5,11 +5,14 @@ Each of them is linear in the gradient that it gets, and the rule is the transpo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 import thunder.torch as ltorch
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import Symbol
 from thunder.core.transforms import get_grad, put_grad, register_grad
 
 
@@ -51,6 +54,18 @@ def _embedding_backward(
     put_grad(grad, pushed)
     return result
 
+
+def _detaching(symbol: Symbol) -> Callable:
+    def rule(a: TensorProxy) -> TensorProxy:
+        return symbol(a)
+
+    return rule
+
+
+# The installed thunder computes their gradient, which is zero, by an operation of torch that has no gradient itself.
+for _fn in (torch.detach, torch.Tensor.detach, torch.detach_copy):
+    _symbol = ltorch._torch_to_thunder_function_map[_fn]
+    register_grad(_symbol, _detaching(_symbol))
 
 register_grad(prims.flip, _flip)
 register_grad(ltorch.nll_loss_backward, _nll_loss_backward)
