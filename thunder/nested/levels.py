@@ -28,7 +28,6 @@ from thunder.core.interpreter import (
 )
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
 from thunder.core.utils import is_hashable
-from thunder.nested.ambient import ambient_state as ambient_state
 from thunder.nested.ambient import inherited_state
 from thunder.nested.captures import Lift, Path, path_of
 from thunder.nested.effects import Writes

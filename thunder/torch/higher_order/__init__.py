@@ -7,7 +7,7 @@ import thunder.torch.higher_order.cond  # noqa: F401
 import thunder.torch.higher_order.func  # noqa: F401
 import thunder.torch.higher_order.functional_call  # noqa: F401
 import thunder.torch.higher_order.map  # noqa: F401
-import thunder.torch.higher_order.named_members  # noqa: F401  # noqa: F401
+import thunder.torch.higher_order.named_members  # noqa: F401
 import thunder.torch.higher_order.scan  # noqa: F401
 import thunder.torch.higher_order.second_derivatives  # noqa: F401
 import thunder.torch.higher_order.vmap  # noqa: F401

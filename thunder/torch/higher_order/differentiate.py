@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from types import CellType
 from typing import Any
 
 import torch
@@ -14,17 +12,16 @@ import thunder.clang as clang
 import thunder.nested
 from thunder.core import dtypes
 from thunder.core.interpreter import WrappedValue, unwrap
-from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import get_tracectx
-from thunder.nested.captures import Attr, Path, path_of
-from thunder.nested.effects import _made_inside
 from thunder.nested.errors import name_of
 from thunder.nested.rewrap import reachable_proxies
 from thunder.nested.stand_ins import like
 from thunder.nested.trace import NestedTrace
-from thunder.torch.higher_order.common import HigherOrderError, _stand_alone, in_place_copies
+from thunder.torch.higher_order.common import HigherOrderError
+from thunder.torch.higher_order.inner_function import effect_of
 from thunder.torch.higher_order.joint import Joint, Run, constant, grad_mode
+from thunder.torch.higher_order.program import stand_alone
 
 
 class Call:
@@ -105,7 +102,7 @@ class Call:
         others = [n for n in dict.fromkeys(leaving) if n not in first]
         placeholders = {stand_in.name: i for i, (stand_in, _) in enumerate(self._leaves)}
         self._inputs = [placeholders.get(getattr(i.value, "name", None)) for i in nested.inputs]
-        trace = _stand_alone(nested, [*first, *others], [i is not None for i in self._inputs])
+        trace = stand_alone(nested, [*first, *others], [i is not None for i in self._inputs])
         joint = Joint(trace, self.name, len(first))
         values = [i.value if leaf is None else self._leaves[leaf][1] for i, leaf in zip(nested.inputs, self._inputs)]
         self._run = run = Run(joint, values)
@@ -154,29 +151,12 @@ def _leaf(value: Any) -> tuple[TensorProxy, TensorProxy]:
 
 
 def _check_effects(nested: NestedTrace, name: str) -> None:
-    effect = _effect(nested)
+    effect = effect_of(nested, nested.fn)
     if effect is not None:
         raise HigherOrderError(
             f"{name} {effect}, but it is differentiated by `torch.func`, which takes it for a function of its "
             f"arguments. Return the new value, with `has_aux=True`, and make the change after the call."
         )
-
-
-def _effect(nested: NestedTrace) -> str | None:
-    level = nested._level
-    for bsym in nested.computation_trace.bound_symbols:
-        if any(in_place_copies(bsym)) or (bsym.sym.tags and OpTags.IN_PLACE in bsym.sym.tags):
-            where = f", {bsym.source_filename}:{bsym.source_positions.lineno}" if bsym.source_positions else ""
-            return f"changes a tensor in place (`{bsym.sym.name}`{where})"
-    for _, owner, key, _ in itertools.chain(*level.ctx._additional_outputs.values()):
-        if path_of(owner.provenance) is not None or not _made_inside(owner.provenance.inputs[0]):
-            return f"sets `{unwrap(key)}` on an object outside of it"
-    for write in level.writes:
-        steps = write.path.steps
-        if isinstance(write.wrapper.value, CellType):
-            steps = (*steps, Attr("cell_contents"))
-        return f"changes `{Path(write.path.root, steps).spoken(nested.fn)}`, which is outside of it"
-    return None
 
 
 def type_of(value: Any) -> type:

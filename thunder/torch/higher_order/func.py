@@ -22,7 +22,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.nested.captures import wrap_call
 from thunder.nested.errors import name_of
 from thunder.nested.levels import Level, current_level
-from thunder.torch.higher_order.autograd_function import _called
+from thunder.nested.lookasides import call_interpreted
 from thunder.torch.higher_order.common import HigherOrderError, checked_callable
 from thunder.torch.higher_order.differentiate import Call, plain_of, type_of
 from thunder.torch.higher_order.joint import constant
@@ -45,7 +45,7 @@ def grad(func: WrappedValue, argnums: WrappedValue | int = 0, has_aux: WrappedVa
     See :func:`grad_and_value`.
     """
     checked_callable(func, "torch.func.grad", "func")
-    return _called(_grad, func, *_constants(argnums, has_aux))
+    return call_interpreted(_grad, func, *_constants(argnums, has_aux))
 
 
 @thunder.nested.lookaside(torch.func.grad_and_value)
@@ -71,7 +71,7 @@ def grad_and_value(
             gradient rule.
     """
     checked_callable(func, "torch.func.grad_and_value", "func")
-    return _called(_grad_and_value, func, *_constants(argnums, has_aux))
+    return call_interpreted(_grad_and_value, func, *_constants(argnums, has_aux))
 
 
 def _grad(func, argnums, has_aux):
@@ -145,7 +145,7 @@ def vjp(func: WrappedValue, *primals: WrappedValue, has_aux: WrappedValue | bool
                 f"{dtypes.to_torch_dtype(output.dtype)}"
             )
     result = call.replay(outputs)
-    pull = _called(_vjp_fn, wrap_const(_Pull(call, spec, current_level())))
+    pull = call_interpreted(_vjp_fn, wrap_const(_Pull(call, spec, current_level())))
     if not unwrap(has_aux):
         return wrapped_build_tuple((result, pull))
     result.track_items()

@@ -32,8 +32,9 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.nested.captures import Attr, Item, Path, path_of
 from thunder.nested.errors import name_of
 from thunder.nested.levels import Level, current_level
+from thunder.nested.lookasides import call_interpreted
 from thunder.nested.reads import Resolve
-from thunder.torch.higher_order.autograd_function import _attribute, _called
+from thunder.torch.higher_order.autograd_function import _attribute
 from thunder.torch.higher_order.common import HigherOrderError
 
 _GIVEN = Path("args", (Item(3),))  # in `call_with`
@@ -277,7 +278,11 @@ class _Swapped:
             submodules = _attribute(owner, "_modules")
             # the attribute would be looked for among all parameters and buffers, which reads them
             is_member = name in unwrap(submodules)
-            owner = _called(interpreted_getitem, submodules, wrap_const(name)) if is_member else _attribute(owner, name)
+            owner = (
+                call_interpreted(interpreted_getitem, submodules, wrap_const(name))
+                if is_member
+                else _attribute(owner, name)
+            )
         members = _attribute(owner, place.members)
         if members.original_value is members.nothing:
             members.register_proxy(type(members.value)(members.value))  # what is in there is not read
@@ -327,7 +332,7 @@ def _restore_lookaside(swapped: WrappedValue, given: WrappedValue) -> None:
     if unwrap(given) is not None:
         for key, value in unwrap(swapped).assigned():
             if key in unwrap(given):
-                _called(dict.__setitem__, given, wrap_const(key), value)
+                call_interpreted(dict.__setitem__, given, wrap_const(key), value)
 
 
 def _check_assigned(nested: thunder.nested.NestedTrace, module: torch.nn.Module) -> None:

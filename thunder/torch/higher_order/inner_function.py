@@ -16,11 +16,12 @@ from thunder.core.interpreter import WrappedValue, _interpret_call, unwrap, wrap
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.prims import OpTags
 from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.nested.ambient import ambient_state
 from thunder.nested.captures import Attr, Path, path_of
 from thunder.nested.effects import _made_inside
 from thunder.nested.errors import name_of
-from thunder.nested.levels import ambient_state
 from thunder.nested.rewrap import reachable_proxies
+from thunder.nested.trace import NestedTrace
 from thunder.torch.higher_order.common import HigherOrderError, checked_callable, in_place_copies
 
 
@@ -90,22 +91,9 @@ class InnerFunction:
             )
 
     def _effect(self) -> str | None:
-        level = self.nested._level
-        for bsym in self.nested.computation_trace.bound_symbols:
-            if any(in_place_copies(bsym)) or (bsym.sym.tags and OpTags.IN_PLACE in bsym.sym.tags):
-                where = f", {bsym.source_filename}:{bsym.source_positions.lineno}" if bsym.source_positions else ""
-                return f"changes a tensor in place (`{bsym.sym.name}`{where})"
-        for _, owner, key, _ in itertools.chain(*level.ctx._additional_outputs.values()):
-            if path_of(owner.provenance) is not None or not _made_inside(owner.provenance.inputs[0]):
-                return f"sets `{unwrap(key)}` on an object outside of it"
-        for write in level.writes:
-            steps = write.path.steps[1:]  # the function is the first argument of `call_with`
-            if isinstance(write.wrapper.value, CellType):
-                steps = (*steps, Attr("cell_contents"))
-            return f"changes `{Path('fn', steps).spoken(self.fn)}`, which is outside of it"
-        if level.final_state != ambient_state(get_compile_data()):
+        if self.nested._level.final_state != ambient_state(get_compile_data()):
             return "leaves grad mode or autocast changed"
-        return None
+        return effect_of(self.nested, self.fn, 1)  # the function is the first argument of `call_with`
 
     def _check_leaves(self) -> None:
         for path, leaf in self.leaves:
@@ -114,6 +102,31 @@ class InnerFunction:
                     f"{self.name} of `{self.operator}` returns at {spelled(path)} a {type(leaf).__name__}, which "
                     f"depends on tensors. Return tensors, in tuples, lists and dicts."
                 )
+
+
+def effect_of(nested: NestedTrace, fn: Callable, skipped: int = 0) -> str | None:
+    """What a traced function changes in place or outside of it, as a part of a sentence; None if nothing.
+
+    Args:
+        nested: the trace.
+        fn: the function, as messages are to speak of it.
+        skipped: how many steps of the paths in the trace lead to the function.
+    """
+    level = nested._level
+    for bsym in nested.computation_trace.bound_symbols:
+        if any(in_place_copies(bsym)) or (bsym.sym.tags and OpTags.IN_PLACE in bsym.sym.tags):
+            where = f", {bsym.source_filename}:{bsym.source_positions.lineno}" if bsym.source_positions else ""
+            return f"changes a tensor in place (`{bsym.sym.name}`{where})"
+    for _, owner, key, _ in itertools.chain(*level.ctx._additional_outputs.values()):
+        if path_of(owner.provenance) is not None or not _made_inside(owner.provenance.inputs[0]):
+            return f"sets `{unwrap(key)}` on an object outside of it"
+    for write in level.writes:
+        steps = write.path.steps[skipped:]
+        if isinstance(write.wrapper.value, CellType):
+            steps = (*steps, Attr("cell_contents"))
+        root = "fn" if skipped else write.path.root
+        return f"changes `{Path(root, steps).spoken(fn)}`, which is outside of it"
+    return None
 
 
 def spelled(path: Any) -> str:

@@ -22,7 +22,7 @@ from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 from thunder.core.transform_common import dce, wrap_return_value_together_with_arguments
-from thunder.nested.levels import ambient_state, set_ambient_state
+from thunder.nested.ambient import ambient_state, set_ambient_state
 from thunder.nested.replay import Substitution
 from thunder.nested.stand_ins import like
 from thunder.torch.higher_order.common import HigherOrderError, names

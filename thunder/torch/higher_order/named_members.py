@@ -10,7 +10,7 @@ import torch
 
 import thunder.nested
 from thunder.core.interpreter import WrappedValue, unwrap, wrap_const
-from thunder.torch.higher_order.autograd_function import _called
+from thunder.nested.lookasides import call_interpreted
 
 
 @thunder.nested.lookaside(torch.nn.Module.named_parameters)
@@ -31,7 +31,7 @@ def _named_members(method: str, members: str, module: WrappedValue, args: tuple,
     prefix = unwrap(args[0]) if args else unwrap(kwargs.get("prefix", ""))
     own = [name.removeprefix(f"{prefix}.") if prefix else name for name in names]
     places = tuple((name, tuple(n.split(".")[:-1]), n.split(".")[-1]) for name, n in zip(names, own))
-    return _called(_yield_members, module, wrap_const(places), wrap_const(members))
+    return call_interpreted(_yield_members, module, wrap_const(places), wrap_const(members))
 
 
 def _yield_members(module, places, members):

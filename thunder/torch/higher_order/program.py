@@ -44,7 +44,7 @@ class Program:
 
     def __init__(self, nested: NestedTrace, outputs: Sequence[Any], differentiable: Sequence[bool]):
         names = [nested._level.final_name(o) if isinstance(o, TensorProxy) else o for o in outputs]
-        self._trace = _stand_alone(nested, names, differentiable)
+        self._trace = stand_alone(nested, names, differentiable)
         self.is_random = any(map(is_random, self._trace.bound_symbols))
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ def dependent_outputs(nested: NestedTrace, outputs: Sequence[Any], differentiabl
     return [isinstance(o, TensorProxy) and nested._level.final_name(o) in found for o in outputs]
 
 
-def _stand_alone(nested: NestedTrace, outputs: Sequence[str | int], differentiable: Sequence[bool]) -> TraceCtx:
+def stand_alone(nested: NestedTrace, outputs: Sequence[str | int], differentiable: Sequence[bool]) -> TraceCtx:
     """A trace of its own with the inner computation, which returns the outputs as a flat tuple of distinct tensors."""
     trace = TraceCtx()
     with tracectx(trace):
