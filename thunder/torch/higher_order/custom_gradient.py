@@ -19,7 +19,9 @@ from thunder.core.interpreter import (
     wrap_const,
     wrapped_build_tuple,
 )
+from thunder.core.prims import OpTags
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
+from thunder.core.symbol import has_tags
 from thunder.core.trace import get_tracectx
 from thunder.nested.levels import current_level
 from thunder.nested.lookasides import call_interpreted, lookaside
@@ -123,6 +125,8 @@ def apply(definition: Definition, inputs: Sequence[WrappedValue]) -> WrappedValu
     start = len(scope)
     with without_gradients():
         result = nested.inline()
+    # the values that forward made know the mode that they were made in; the program goes on in another one
+    scope[start:] = [bsym for bsym in scope[start:] if not has_tags(bsym, {OpTags.CTX_MANAGER_ENTER_EXIT_OP})]
     call = Call(definition, unwrap(ctx), Aliases(scope[start:]), inputs, viewed)
     call.check_in_place([i.value for i in nested.inputs], connected)
     outputs = [_item(result, i) for i in range(len(result.value))] if isinstance(result.value, tuple) else [result]
