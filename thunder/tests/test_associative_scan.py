@@ -116,7 +116,7 @@ def test_only_another_shape_recompiles():
 
 
 MISUSES = {
-    "length": (lambda x: associative_scan(torch.add, x[:0], 0), "All need one size, which is not 0"),
+    "length": (lambda x: associative_scan(torch.add, x[:0], 0), "dimension 0 whose size is not 0"),
     "no tensor": (lambda x: associative_scan(torch.add, [], 0), "holds no tensor"),
     "mode": (lambda x: associative_scan(torch.add, x, 0, combine_mode="fast"), "'pointwise' or 'generic'"),
     "a number": (lambda x: associative_scan(torch.add, [x, 1], 0), r"holds at `\[1\]` the int 1"),

@@ -16,6 +16,7 @@ from thunder.core.interpreter import WrappedValue, _interpret_call, unwrap
 from thunder.core.proxies import TensorProxy
 from thunder.torch.higher_order.common import HigherOrderError, checked_callable
 from thunder.torch.higher_order.inner_function import InnerFunction, check_known_shapes, described, read_leaves, spelled
+from thunder.torch.higher_order.loop import called
 from thunder.torch.higher_order.scan import check_lengths, tensor_leaves
 
 
@@ -48,15 +49,15 @@ def associative_scan(
             gets; ``xs`` holds something else than tensors, or of different lengths, or of length 0; shapes are
             symbolic.
     """
-    check_known_shapes("associative_scan", checked_callable(combine_fn, "associative_scan", "combine_fn"))
+    where = _checked(combine_fn)
     mode = unwrap(combine_mode)
     if mode not in ("pointwise", "generic"):
-        raise HigherOrderError(f"`combine_mode` of `associative_scan` is {mode!r}. Pass 'pointwise' or 'generic'.")
-    leaves, spec = tensor_leaves("associative_scan", "xs", xs)
+        raise HigherOrderError(f"`combine_mode` of {where} is {mode!r}. Pass 'pointwise' or 'generic'.")
+    leaves, spec = tensor_leaves(where, "xs", xs)
     if not leaves:
-        raise HigherOrderError("`xs` of `associative_scan` holds no tensor.")
+        raise HigherOrderError(f"`xs` of {where} holds no tensor.")
     axis = utils.canonicalize_dim(leaves[0][1].ndim, unwrap(dim))
-    check_lengths("associative_scan", leaves, axis)
+    check_lengths(where, leaves, axis)
     if mode == "generic":
         combine_fn = _interpret_call(torch.vmap, combine_fn)
 
@@ -65,10 +66,10 @@ def associative_scan(
 
     elements = [ltorch.movedim(x, axis, 0) if axis else x for _, x in leaves]
     if unwrap(reverse):
-        elements = [_flipped(x) for x in elements]
+        elements = [ltorch.flip(x, 0) for x in elements]
     results = _scan(combine, elements)
     if unwrap(reverse):
-        results = [_flipped(x) for x in results]
+        results = [ltorch.flip(x, 0) for x in results]
     return tree_unflatten([ltorch.movedim(r, 0, axis) if axis else r for r in results], spec)
 
 
@@ -77,11 +78,18 @@ def _associative_scan_operator(
     combine_fn: WrappedValue, xs: WrappedValue, additional_inputs: WrappedValue | None = None
 ) -> list[TensorProxy]:
     """Flat: ``combine_fn(*a, *b, *additional_inputs)`` gets many slices at once, along the first dimension."""
-    check_known_shapes("associative_scan", checked_callable(combine_fn, "associative_scan", "combine_fn"))
-    leaves, _ = tensor_leaves("associative_scan", "xs", xs)
-    check_lengths("associative_scan", leaves, 0)
+    where = _checked(combine_fn)
+    leaves, _ = tensor_leaves(where, "xs", xs)
+    check_lengths(where, leaves, 0)
     additional = [] if additional_inputs is None else [unwrap(leaf) for _, leaf in read_leaves(additional_inputs)[0]]
     return _scan(lambda a, b: _combined(combine_fn, [*a, *b, *additional], b), [x for _, x in leaves])
+
+
+def _checked(combine_fn: WrappedValue) -> str:
+    """The call, as messages name it."""
+    fn = checked_callable(combine_fn, "associative_scan", "combine_fn")
+    check_known_shapes("associative_scan", fn)
+    return called("associative_scan", fn)
 
 
 def _combined(combine_fn: WrappedValue, arguments: Sequence[Any], like: list[TensorProxy]) -> list[TensorProxy]:
@@ -119,8 +127,3 @@ def _interleaved(even: TensorProxy, odd: TensorProxy) -> TensorProxy:
     both = odd.shape[0]
     rows = ltorch.reshape(ltorch.stack([even[:both], odd], 1), (2 * both, *odd.shape[1:]))
     return rows if even.shape[0] == both else ltorch.cat([rows, even[both:]])
-
-
-def _flipped(x: TensorProxy) -> TensorProxy:
-    """``torch.flip(x, 0)``, for which thunder has no gradient."""
-    return ltorch.index_select(x, 0, ltorch.arange(x.shape[0] - 1, -1, -1, device=x.device))
