@@ -343,7 +343,6 @@ FN = r"`f` `[\w.<>]+` \(.*test_map\.py:\d+\) of `map`"
 WITH = r"the `map` with `f` \(.*test_map\.py:\d+\)"
 FUNCTION_MISUSES = {
     "number": (lambda e: {"k": [3]}, rf"{FN} returns at `\['k'\]\[0\]` the int 3, which cannot be stacked"),
-    "raises": (raises, rf"{FN} raises ValueError: no such slice. It is traced"),
     "in place": (changes_in_place, rf"{FN} changes a tensor in place \(`mul_`, .*test_map.py:\d+\)"),
     "attribute": (sets_an_attribute, rf"{FN} sets `factor` on an object outside of it"),
     "buffer": (lambda e: NORM(e.expand(2, 3)), r"`f` .* of `map` changes a tensor in place \(`add_`"),
@@ -384,3 +383,14 @@ def test_errors_of_eager_pytorch():
 def test_symbolic_values():
     with pytest.raises(HigherOrderError, match="Compile without `cache='symbolic values'`"):
         jit(lambda x: torch_map(f, x), cache="symbolic values")(X_PLAIN)
+
+
+def test_what_the_function_raises_is_raised():
+    def program(x):
+        try:
+            return TORCH.map(raises, x)
+        except ValueError as error:
+            return x + 1, str(error)
+
+    x = torch.ones(2, 3)
+    assert_same(jit(program)(x), (x + 1, "no such slice"))

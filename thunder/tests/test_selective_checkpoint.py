@@ -338,7 +338,7 @@ def test_what_the_policy_cannot_be_asked_about_is_named_in_one_warning():
         return a.sum()
 
     program = jit(lambda x: selective(fn, x, policy=[aten.exp.default]))
-    with pytest.warns(UserWarning, match=r"cannot be followed everywhere, because `cond\S*` cannot be run") as record:
+    with pytest.warns(UserWarning, match=r"followed everywhere, because `torch_cond\S*` cannot be run") as record:
         assert saved(program, X) == ["exp", "exp"]
     assert len([w for w in record if "cannot be followed" in str(w.message)]) == 1
     assert_same(grads_of(program, X), grads_of(fn, X))

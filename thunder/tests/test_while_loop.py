@@ -580,7 +580,6 @@ CONDITIONS = {
     "two": (lambda i, c: (i < 3, i < 2), "returns 2 values. It must return a bool"),
     "nothing": (lambda i, c: (), "returns 0 values. It must return a bool"),
     "effect": (condition_appends, "changes `SEEN`, which is outside of it"),
-    "raises": (raises, "raises ValueError: no such trip. It is traced"),
 }
 CARRIES = {
     "float": ((2.0, H_PLAIN), rf"{WITH} holds at `\[0\]` the float 2.0. It may hold tensors, ints"),
@@ -611,3 +610,8 @@ def test_loops_that_cannot_be(cond_fn, body_fn, carry, message):
 def test_symbolic_values():
     with pytest.raises(HigherOrderError, match="Compile without `cache='symbolic values'`"):
         jit(lambda h: torch_while_loop(goes_on, body, (0, h)), cache="symbolic values")(H_PLAIN)
+
+
+def test_what_the_condition_raises_is_raised():
+    with pytest.raises(ValueError, match="no such trip"):
+        jit(lambda i, c: torch_while_loop(raises, lambda i, c: (i + 1, c), (i, c)))(*CARRY)
