@@ -45,6 +45,8 @@ def main() -> int:
             counts[kind.split(":")[0]] += 1
             if kind.startswith("DIFFERS"):
                 print(kind, source, sep="\n", flush=True)
+            if (done := sum(counts.values())) % 100 == 0:
+                print(f"{done} of {len(programs)}: {dict(counts)}", flush=True)
     print(f"{len(programs)} programs, seed {arguments.seed}, {time.perf_counter() - start:.0f} s: {dict(counts)}")
     return 1 if counts["DIFFERS"] else 0
 
