@@ -43,22 +43,14 @@ def build(model: str, layers: int, marked: bool) -> tuple[Any, Any, type]:
 
         config = GPTConfig(n_layer=layers, n_embd=64, n_head=4, block_size=64, dropout=0.0, vocab_size=128)
         built, block = GPT(config), Block
-        blocks = built.transformer.h
     else:
         from thunder.tests.llama2_model import ModelArgs, Transformer, TransformerBlock
 
         arguments = ModelArgs(dim=64, n_layers=layers, n_heads=4, vocab_size=128, max_seq_len=64)
         built, block = Transformer(arguments), TransformerBlock
-        blocks = built.layers
     if marked:
-        for b in blocks:
-            b.forward = torch.compiler.nested_compile_region(_plain(b.forward))
+        block.forward = torch.compiler.nested_compile_region(block.forward)
     return built, torch.randint(0, 128, (2, 64)), block
-
-
-def _plain(method: Any) -> Any:
-    """A function that calls the bound method, because torch sets attributes on what it marks."""
-    return lambda *args: method(*args)
 
 
 def worker(kind: str, model: str, layers: int) -> None:
@@ -86,9 +78,14 @@ def worker(kind: str, model: str, layers: int) -> None:
     start = time.perf_counter()
     result = step()
     found = {"first call": time.perf_counter() - start, "tracing": None}
-    torch.testing.assert_close(result, step(reference))
-    for p, expected in zip(built.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, expected.grad)
+    try:
+        torch.testing.assert_close(result, step(reference), rtol=1e-3, atol=1e-4)
+        for p, expected in zip(built.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, expected.grad, rtol=1e-3, atol=1e-4)
+    except AssertionError:
+        if not kind.startswith("inductor"):
+            raise
+        found["differs"] = True  # a peer is measured all the same
     if not kind.startswith("inductor"):
         stats = thunder.compile_stats(compiled)
         found["tracing"] = (stats.last_trace_tracing_stop - stats.last_trace_tracing_start) / 1e9
@@ -189,7 +186,8 @@ def table(results: Results, models: list[str], layers: list[int], kinds: list[st
 def _cells(found: dict[str, Any]) -> str:
     formats = (("tracing", "{:.1f} s", 1), ("first call", "{:.1f} s", 1), ("step", "{:.1f} ms", 1e3))
     formats += (("ratio", "{:.2f}", 1), ("memory", "{:.0f} MB", 1))
-    return "".join(f"{'-' if found.get(n) is None else f.format(found[n] * scale):>12}" for n, f, scale in formats)
+    cells = "".join(f"{'-' if found.get(n) is None else f.format(found[n] * scale):>12}" for n, f, scale in formats)
+    return cells + ("  differs from eager PyTorch" if "differs" in found else "")
 
 
 def _comparison(results: Results, model: str, layers: list[int]) -> None:
