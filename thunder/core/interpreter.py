@@ -60,19 +60,6 @@ _inspect.__dict__.update(vars(inspect), stack=_nearest_frames)
 inspect = _inspect
 
 
-def _contains_key(self, key):
-    # only keys are read; the installed method wraps all values first, which a region's read set takes for reads of them
-    is_tracked, self.has_item_tracking = self.has_item_tracking, True
-    try:
-        return _installed_contains_key(self, key)
-    finally:
-        self.has_item_tracking = is_tracked
-
-
-_installed_contains_key = MutMappingWrapperMethods.__contains__
-_default_provenance_tracking_lookaside_map[dict.__contains__] = _contains_key
-
-
 class InterpreterRuntimeCtx(InterpreterRuntimeCtx):
     """Knows the wrapper of a container's copy by the copy, too, which the methods bound to it lead to.
 

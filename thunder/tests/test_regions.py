@@ -642,18 +642,3 @@ def test_without_regions_nothing_is_noted():
     jitted = jit(lambda x: plain_call(torch.sin, x))
     jitted(X)
     assert thunder.nested.report(jitted) == []
-
-
-class Numbered(Block):
-    """A block that knows its number, as those of many models, and does not use it."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.number = number
-
-
-def test_an_attribute_that_is_not_read_may_differ():
-    model = torch.nn.Sequential(*map(Numbered, range(4)))
-    jitted = jit(model, nested_regions=[Numbered])
-    assert_same(jitted(X), model(X))
-    assert counts(jitted) == [(1, 3)]
