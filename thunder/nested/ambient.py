@@ -26,6 +26,18 @@ def set_ambient_state(data: CompileData, state: tuple[bool, tuple]) -> None:
 
 
 @contextlib.contextmanager
+def grad_mode(enabled: bool, *, autocast: bool = True) -> Iterator[None]:
+    """The body is traced with gradients on or off, and outside of ``torch.autocast`` if ``autocast`` is False."""
+    data = get_compile_data()
+    state = ambient_state(data)
+    set_ambient_state(data, (enabled, state[1] if autocast else ()))
+    try:
+        yield
+    finally:
+        set_ambient_state(data, state)
+
+
+@contextlib.contextmanager
 def inherited_state(level: Level) -> Iterator[None]:
     """An inner level begins with the enclosing grad mode and autocast, and its changes end with it."""
     data, enclosing = get_compile_data(), level.enclosing.ctx.compile_data

@@ -13,7 +13,7 @@ from thunder.core.interpreter import (
 )
 from thunder.core.proxies import Proxy, is_proxy_name_available, variableify
 from thunder.core.trace import TraceCtx, TraceResults, get_tracectx
-from thunder.nested.ambient import ambient_state, set_ambient_state
+from thunder.nested.ambient import grad_mode, set_ambient_state
 from thunder.nested.captures import Lift, Path, plain_closure, wrap_call
 from thunder.nested.checks import (
     ArgumentChecks,
@@ -180,13 +180,8 @@ class NestedTrace:
         produced -= {i.proxy.name for i in self.inputs}
         made = [name for name in names if name in produced]
         operator = Operator(name=name, id=name, meta=self._operator_meta(made), _bind_postprocess=self._bind_operator)
-        data = get_compile_data()
-        state = ambient_state(data)
-        data.is_grad_enabled = True  # each output has the grad mode that it was computed in
-        try:
+        with grad_mode(True):  # each output has the grad mode that it was computed in
             outputs = operator(*(i.value for i in self.inputs))
-        finally:
-            set_ambient_state(data, state)
         replayed = Substitution(zip(made, outputs), get_tracectx())
         return self._finish_replay(replayed)
 

@@ -23,6 +23,7 @@ from thunder.core.prims import OpTags
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import has_tags
 from thunder.core.trace import get_tracectx
+from thunder.nested.ambient import grad_mode
 from thunder.nested.levels import current_level
 from thunder.nested.lookasides import call_interpreted, lookaside
 from thunder.nested.trace import trace
@@ -32,7 +33,6 @@ from thunder.torch.higher_order.gradient_rule import (
     anchor,
     connect,
     view_of,
-    without_gradients,
 )
 from thunder.torch.higher_order.requires_grad import (
     Aliases,
@@ -115,7 +115,7 @@ def apply(definition: Definition, inputs: Sequence[WrappedValue]) -> WrappedValu
     could_need = tuple(n or may_require_grad_in_another_call(level, d) for n, d in zip(needs, differentiable))
     ctx = wrap(Context(needs, settled=needs == could_need), provenance=ProvenanceRecord(PseudoInst.NEW, inputs=[]))
     connected = get_compile_data().is_grad_enabled and any(could_need)
-    with without_gradients():
+    with grad_mode(False):
         nested = trace(definition.forward, ctx, *inputs)
     viewed = {d.name for d in differentiable if is_or_has_view(level, d)}
     if connected and any(map(is_in_place, nested.computation_trace.bound_symbols)):
@@ -123,7 +123,7 @@ def apply(definition: Definition, inputs: Sequence[WrappedValue]) -> WrappedValu
     targets = [Target(d, could) for d, could in zip(differentiable, could_need)]
     scope = get_tracectx().peek_scope()
     start = len(scope)
-    with without_gradients():
+    with grad_mode(False):
         result = nested.inline()
     # the values that forward made know the mode that they were made in; the program goes on in another one
     scope[start:] = [bsym for bsym in scope[start:] if not has_tags(bsym, {OpTags.CTX_MANAGER_ENTER_EXIT_OP})]
@@ -200,7 +200,7 @@ class Call:
 
     def outputs(self, values: list[Any], connected: bool) -> list[Any]:
         """The outputs; what only passes through becomes a tensor of its own, without a history, as in autograd."""
-        with without_gradients():
+        with grad_mode(False):
             return [self._detached(v, connected) for v in values]
 
     def _detached(self, value: Any, connected: bool) -> Any:

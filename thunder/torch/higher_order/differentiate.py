@@ -14,13 +14,14 @@ from thunder.core import dtypes
 from thunder.core.interpreter import WrappedValue, unwrap
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import get_tracectx
+from thunder.nested.ambient import grad_mode
 from thunder.nested.errors import name_of
 from thunder.nested.rewrap import reachable_proxies
 from thunder.nested.stand_ins import like
 from thunder.nested.trace import NestedTrace
 from thunder.torch.higher_order.common import HigherOrderError
 from thunder.torch.higher_order.inner_function import effect_of
-from thunder.torch.higher_order.joint import Joint, Run, constant, grad_mode
+from thunder.torch.higher_order.joint import Joint, Run, constant
 from thunder.torch.higher_order.program import stand_alone
 
 
@@ -71,7 +72,7 @@ class Call:
         stand_ins = tree_unflatten([stand_in for stand_in, _ in leaves], spec)
         by_position = {wanted: stand_ins} if isinstance(wanted, int) else dict(zip(wanted, stand_ins))
         traced = [by_position.get(i, a) for i, a in enumerate(args)]
-        with grad_mode(autocast=True):
+        with grad_mode(True):
             nested = thunder.nested.trace(func, *traced, **kwargs)
         if nested.exception is not None:
             nested.inline()  # raises it

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import thunder.clang as clang
 import thunder.torch as ltorch
 from thunder.core import prims, utils
-from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import InterpreterError, WrappedValue, unwrap
 from thunder.core.prims import OpTags
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
@@ -28,7 +27,7 @@ from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 from thunder.core.transforms import get_grad, put_grad, sum_to
 from thunder.core.update_aliases import insert_alias_updates
 from thunder.extend import TemporaryExecutor
-from thunder.nested.ambient import ambient_state, set_ambient_state
+from thunder.nested.ambient import grad_mode
 from thunder.nested.captures import Attr, Item, Path, path_of
 from thunder.nested.effects import _made_inside
 from thunder.nested.errors import NestedTracingError
@@ -46,18 +45,6 @@ _CTX_ATTRIBUTES = Path("args", (Item(0), Attr("__dict__")))
 
 class AutogradFunctionError(NestedTracingError):
     """A ``torch.autograd.Function`` does what a trace cannot do at the same time as autograd would."""
-
-
-@contextlib.contextmanager
-def without_gradients(*, autocast: bool = True) -> Iterator[None]:
-    """The body is traced as under ``torch.no_grad``, and outside of ``torch.autocast`` if ``autocast`` is False."""
-    data = get_compile_data()
-    state = ambient_state(data)
-    set_ambient_state(data, (False, state[1] if autocast else ()))
-    try:
-        yield
-    finally:
-        set_ambient_state(data, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +160,7 @@ def _trace_backward(
     positions: Sequence[int],
 ) -> Rule:
     grads = {i: _like(outputs[i]) for i in positions}
-    with _scratch_scope() as bsyms, without_gradients(autocast=False):
+    with _scratch_scope() as bsyms, grad_mode(False, autocast=False):
         nested = trace(definition.backward, ctx, *_gradient_arguments(unwrap(ctx), outputs, grads))
         _check_effects(definition, nested)
         try:

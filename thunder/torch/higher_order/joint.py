@@ -9,7 +9,6 @@ fused, and differentiated again, like any others.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 from thunder.core.transform_common import dce, wrap_return_value_together_with_arguments
-from thunder.nested.ambient import ambient_state, set_ambient_state
+from thunder.nested.ambient import grad_mode
 from thunder.nested.replay import Substitution
 from thunder.nested.stand_ins import like
 from thunder.torch.higher_order.common import HigherOrderError, names
@@ -30,18 +29,6 @@ from thunder.transforms.autodiff import grad_transform_on_trace
 
 _NOT_REPLAYED = (PrimIDs.UNPACK_TRIVIAL, PrimIDs.RETURN)
 _TAGS = {BoundSymbolTag.BACKWARD, BoundSymbolTag.RECOMPUTE_IN_BACKWARD}
-
-
-@contextlib.contextmanager
-def grad_mode(*, autocast: bool) -> Iterator[None]:
-    """The body is traced with gradients on, as functorch does, and outside of autocast if ``autocast`` is False."""
-    data = get_compile_data()
-    state = ambient_state(data)
-    set_ambient_state(data, (True, state[1] if autocast else ()))
-    try:
-        yield
-    finally:
-        set_ambient_state(data, state)
 
 
 def constant(value: float, like: TensorProxy) -> TensorProxy:
@@ -70,7 +57,7 @@ class Joint:
         self.args = tuple(trace.args)
         n = _set_others_apart(trace, differentiated)
         try:
-            with grad_mode(autocast=False):
+            with grad_mode(True, autocast=False):
                 joint = dce(grad_transform_on_trace(dce(wrap_return_value_together_with_arguments(trace))))
         except Exception as error:
             raise HigherOrderError(
