@@ -275,6 +275,18 @@ def execute_installed(namespace: dict, transform=None) -> None:
     exec(code, namespace)
 
 
+def with_other_functions(module, **functions):
+    """A copy of a module in which some functions are others, for installed code that calls them by the module's name.
+
+    Args:
+        module: the module; it stays as it is.
+        functions: the other functions, by name.
+    """
+    copy = type(sys)(module.__name__)
+    copy.__dict__.update(vars(module), **functions)
+    return copy
+
+
 def installed_overlay():
     """The overlay of this process, or None."""
     return next((finder for finder in sys.meta_path if isinstance(finder, Overlay)), None)

@@ -7,7 +7,7 @@ installed context asks ``inspect.stack()`` for its caller, which reads the sourc
 every level: more than half of the time of tracing nested levels.
 """
 
-from thunder_overlay import execute_installed
+from thunder_overlay import execute_installed, with_other_functions
 
 execute_installed(globals())
 
@@ -55,9 +55,7 @@ def _nearest_frames():
     return [inspect.getframeinfo(sys._getframe(depth), context=0) for depth in (1, 2, 3)]
 
 
-_inspect = ModuleType(inspect.__name__)
-_inspect.__dict__.update(vars(inspect), stack=_nearest_frames)
-inspect = _inspect
+inspect = with_other_functions(inspect, stack=_nearest_frames)
 
 
 class InterpreterRuntimeCtx(InterpreterRuntimeCtx):

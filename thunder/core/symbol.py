@@ -10,7 +10,7 @@ flattened anew, and ``from_bsym_swap_proxies`` builds again also what holds no p
 
 import weakref
 
-from thunder_overlay import execute_installed
+from thunder_overlay import execute_installed, with_other_functions
 
 execute_installed(globals())
 
@@ -36,25 +36,18 @@ Symbol.__call__ = _call
 _signatures = weakref.WeakKeyDictionary()
 
 
-def _signature(meta):
+def _signature(meta, installed=inspect.signature):
     key = type(meta) if isinstance(meta, Symbol) else meta  # equal symbols need not be the same one
     try:
         found = _signatures.get(key)
         if found is None:
-            found = _signatures[key] = inspect.signature(meta)
+            found = _signatures[key] = installed(meta)
     except TypeError:  # neither hashable nor weakly referable
-        return inspect.signature(meta)
+        return installed(meta)
     return found
 
 
-def _normalize(self, *args, **kwargs):
-    assert self.meta is not None
-    bound = _signature(self.meta).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.args, bound.kwargs
-
-
-Symbol.normalize = _normalize
+inspect = with_other_functions(inspect, signature=_signature)
 
 
 def has_tags(bsym, tags):
