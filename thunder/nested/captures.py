@@ -32,7 +32,7 @@ from thunder.core.interpreter import (
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import Proxy
 from thunder.nested.errors import CaptureError, NestedTracingError, name_of
-from thunder.nested.lookasides import call_interpreted
+from thunder.nested.lookasides import read_attribute, read_item
 from thunder.nested.overrides import model_of
 
 _HEAP_TYPE = 1 << 9  # Python's flag of the types that a `class` statement makes
@@ -222,12 +222,8 @@ class Lift:
             return model_of(obj)
         if self._direct:
             return _look_up(obj, step)
-        from thunder.core.jit_ext import interpreted_getitem
-
         try:
-            if isinstance(step, Attr):
-                return call_interpreted(getattr, obj, wrap_const(step.name))
-            return call_interpreted(interpreted_getitem, obj, wrap_const(step.key))
+            return read_attribute(obj, step.name) if isinstance(step, Attr) else read_item(obj, step.key)
         except (InterpreterError, NestedTracingError):
             raise
         except Exception as error:

@@ -15,6 +15,7 @@ from thunder.core.interpreter import (
     do_raise,
     get_interpreterruntimectx,
     wrap,
+    wrap_const,
 )
 from thunder.nested.errors import NestedTracingError
 
@@ -64,3 +65,15 @@ def call_interpreted(fn: Any, *args: WrappedValue) -> WrappedValue:
         error, runtime.curexc = runtime.curexc, None
         raise error
     return result
+
+
+def read_attribute(obj: WrappedValue, name: str) -> WrappedValue:
+    """The attribute of a wrapped object, read by the interpreter, which guards it. Raises what the read raised."""
+    return call_interpreted(getattr, obj, wrap_const(name))
+
+
+def read_item(obj: WrappedValue, key: Any) -> WrappedValue:
+    """The item of a wrapped object, read by the interpreter, which guards it. Raises what the read raised."""
+    from thunder.core.jit_ext import interpreted_getitem
+
+    return call_interpreted(interpreted_getitem, obj, wrap_const(key))

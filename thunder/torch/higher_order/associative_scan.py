@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 import thunder.nested
 import thunder.torch as ltorch
 from thunder.core import utils
-from thunder.core.interpreter import WrappedValue, _interpret_call, unwrap
+from thunder.core.interpreter import WrappedValue, unwrap
 from thunder.core.proxies import TensorProxy
-from thunder.torch.higher_order.common import HigherOrderError, checked_callable
-from thunder.torch.higher_order.inner_function import InnerFunction, check_known_shapes, described, read_leaves, spelled
-from thunder.torch.higher_order.loop import called
+from thunder.nested.lookasides import call_interpreted
+from thunder.torch.higher_order.common import HigherOrderError
+from thunder.torch.higher_order.inner_function import InnerFunction, checked_call, described, read_leaves, spelled
 from thunder.torch.higher_order.scan import check_lengths, tensor_leaves
 
 
@@ -49,7 +49,7 @@ def associative_scan(
             gets; ``xs`` holds something else than tensors, or of different lengths, or of length 0; shapes are
             symbolic.
     """
-    where = _checked(combine_fn)
+    where = checked_call("associative_scan", "combine_fn", combine_fn)
     mode = unwrap(combine_mode)
     if mode not in ("pointwise", "generic"):
         raise HigherOrderError(f"`combine_mode` of {where} is {mode!r}. Pass 'pointwise' or 'generic'.")
@@ -59,7 +59,7 @@ def associative_scan(
     axis = utils.canonicalize_dim(leaves[0][1].ndim, unwrap(dim))
     check_lengths(where, leaves, axis)
     if mode == "generic":
-        combine_fn = _interpret_call(torch.vmap, combine_fn)
+        combine_fn = call_interpreted(torch.vmap, combine_fn)
 
     def combine(a: list[TensorProxy], b: list[TensorProxy]) -> list[TensorProxy]:
         return _combined(combine_fn, (tree_unflatten(a, spec), tree_unflatten(b, spec)), b)
@@ -78,18 +78,11 @@ def _associative_scan_operator(
     combine_fn: WrappedValue, xs: WrappedValue, additional_inputs: WrappedValue | None = None
 ) -> list[TensorProxy]:
     """Flat: ``combine_fn(*a, *b, *additional_inputs)`` gets many slices at once, along the first dimension."""
-    where = _checked(combine_fn)
+    where = checked_call("associative_scan", "combine_fn", combine_fn)
     leaves, _ = tensor_leaves(where, "xs", xs)
     check_lengths(where, leaves, 0)
     additional = [] if additional_inputs is None else [unwrap(leaf) for _, leaf in read_leaves(additional_inputs)[0]]
     return _scan(lambda a, b: _combined(combine_fn, [*a, *b, *additional], b), [x for _, x in leaves])
-
-
-def _checked(combine_fn: WrappedValue) -> str:
-    """The call, as messages name it."""
-    fn = checked_callable(combine_fn, "associative_scan", "combine_fn")
-    check_known_shapes("associative_scan", fn)
-    return called("associative_scan", fn)
 
 
 def _combined(combine_fn: WrappedValue, arguments: Sequence[Any], like: list[TensorProxy]) -> list[TensorProxy]:

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from thunder.core.interpreter import WrappedValue, unwrap, wrap_const
-from thunder.core.jit_ext import interpreted_getitem
 from thunder.nested.errors import name_of
-from thunder.nested.lookasides import call_interpreted, lookaside
+from thunder.nested.lookasides import lookaside, read_attribute, read_item
 from thunder.torch.higher_order.custom_gradient import Definition, apply
 
 _Function = torch.autograd.Function
@@ -29,13 +28,13 @@ _Function = torch.autograd.Function
 def _function_apply(cls: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> WrappedValue:
     """``forward`` in both of its styles; ``backward``, or the ``vjp`` that a Function may have instead."""
     ucls = unwrap(cls)
-    forward, backward = _attribute(cls, "forward"), _attribute(cls, "backward")
+    forward, backward = read_attribute(cls, "forward"), read_attribute(cls, "backward")
     has_setup = ucls.setup_context != _Function.setup_context
     inputs = _bound(forward, args, kwargs, has_setup=has_setup)
     both = False
     if ucls.vjp is not _Function.vjp:
         both = ucls.backward is not _Function.backward
-        backward = _attribute(cls, "vjp")
+        backward = read_attribute(cls, "vjp")
 
     def run_forward(ctx, *inputs):
         return forward(ctx, *inputs)
@@ -55,7 +54,7 @@ def _function_apply(cls: WrappedValue, *args: WrappedValue, **kwargs: WrappedVal
 
     boxed = getattr(ucls, "boxed_grads_call", False)
     if has_setup:
-        setup_context = _attribute(cls, "setup_context")
+        setup_context = read_attribute(cls, "setup_context")
         run_forward = run_forward_and_setup
     where = f"{ucls.__qualname__}, whose forward is {name_of(unwrap(forward))}"
     return apply(Definition(ucls.__name__, where, run_forward, run_backward, ucls.__name__), inputs)
@@ -91,10 +90,6 @@ def _autograd_function_apply(
     return apply(Definition("ApplyTemplate", where, run_forward, run_backward, symbol, differentiable), args)
 
 
-def _attribute(obj: WrappedValue, name: str) -> WrappedValue:
-    return call_interpreted(getattr, obj, wrap_const(name))
-
-
 def _bound(
     forward: WrappedValue, args: tuple[WrappedValue, ...], kwargs: dict[str, WrappedValue], *, has_setup: bool
 ) -> Sequence[WrappedValue]:
@@ -110,7 +105,5 @@ def _bound(
     defaults = [p.name for p in signature.parameters.values() if p.default is not p.empty]
     for i, name in enumerate(defaults):
         if name not in given:
-            bound.arguments[name] = call_interpreted(
-                interpreted_getitem, _attribute(forward, "__defaults__"), wrap_const(i)
-            )
+            bound.arguments[name] = read_item(read_attribute(forward, "__defaults__"), i)
     return bound.args if has_setup else bound.args[1:]

@@ -10,9 +10,10 @@ from torch.utils._pytree import tree_unflatten
 
 import thunder.nested
 from thunder.core import dtypes
-from thunder.core.interpreter import WrappedValue, _interpret_call, unwrap, wrap_const
+from thunder.core.interpreter import WrappedValue, unwrap, wrap_const
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.nested.errors import name_of
+from thunder.nested.lookasides import call_interpreted
 from thunder.torch.higher_order.common import HigherOrderError, checked_callable
 from thunder.torch.higher_order.inner_function import (
     InnerFunction,
@@ -71,7 +72,7 @@ def cond(
 def _truth(pred: WrappedValue, true_fn: Callable) -> bool:
     value = unwrap(pred)
     if isinstance(value, (bool, int, float)) or (isinstance(value, NumberProxy) and value.value is not None):
-        truth = unwrap(_interpret_call(bool, pred))  # by the interpreter, which guards it
+        truth = unwrap(call_interpreted(bool, pred))  # by the interpreter, which guards it
         return bool(truth.value if isinstance(truth, NumberProxy) else truth)
     raise HigherOrderError(
         f"`pred` of the `torch.cond` with {name_of(true_fn)} is {type(unwrap(pred)).__name__}. Pass a bool tensor with "

@@ -16,7 +16,6 @@ from thunder.core.interpreter import (
     WrappedValue,
     unwrap,
     wrap,
-    wrap_const,
     wrapped_build_tuple,
 )
 from thunder.core.prims import OpTags
@@ -25,7 +24,7 @@ from thunder.core.symbol import has_tags
 from thunder.core.trace import get_tracectx
 from thunder.nested.ambient import grad_mode
 from thunder.nested.levels import current_level
-from thunder.nested.lookasides import call_interpreted, lookaside
+from thunder.nested.lookasides import lookaside, read_item
 from thunder.nested.trace import trace
 from thunder.torch.higher_order.gradient_rule import (
     AutogradFunctionError,
@@ -129,7 +128,7 @@ def apply(definition: Definition, inputs: Sequence[WrappedValue]) -> WrappedValu
     scope[start:] = [bsym for bsym in scope[start:] if not has_tags(bsym, {OpTags.CTX_MANAGER_ENTER_EXIT_OP})]
     call = Call(definition, unwrap(ctx), Aliases(scope[start:]), inputs, viewed)
     call.check_in_place([i.value for i in nested.inputs], connected)
-    outputs = [_item(result, i) for i in range(len(result.value))] if isinstance(result.value, tuple) else [result]
+    outputs = [read_item(result, i) for i in range(len(result.value))] if isinstance(result.value, tuple) else [result]
     values = _outputs(call, ctx, targets, [unwrap(o) for o in outputs], connected, any(needs))
     wrapped = [o if v is unwrap(o) else _computed(v) for o, v in zip(outputs, values)]
     return wrapped_build_tuple(wrapped) if isinstance(result.value, tuple) else wrapped[0]
@@ -154,12 +153,6 @@ def _outputs(
 
 def _computed(value: Any) -> WrappedValue:
     return wrap(value, provenance=ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[]))
-
-
-def _item(result: WrappedValue, i: int) -> WrappedValue:
-    from thunder.core.jit_ext import interpreted_getitem
-
-    return call_interpreted(interpreted_getitem, result, wrap_const(i))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,15 +26,13 @@ from thunder.core.interpreter import (
     wrap_const,
     wrapped_build_tuple,
 )
-from thunder.core.jit_ext import interpreted_getitem
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.nested.captures import Attr, Item, Path, path_of
 from thunder.nested.errors import name_of
 from thunder.nested.levels import Level, current_level
-from thunder.nested.lookasides import call_interpreted
+from thunder.nested.lookasides import call_interpreted, read_attribute, read_item
 from thunder.nested.reads import Resolve
-from thunder.torch.higher_order.autograd_function import _attribute
 from thunder.torch.higher_order.common import HigherOrderError
 
 _GIVEN = Path("args", (Item(3),))  # in `call_with`
@@ -275,15 +273,11 @@ class _Swapped:
         """Replaces one member of a module or of one of its submodules, in a copy of the dict of members."""
         owner = module
         for name in place.path:
-            submodules = _attribute(owner, "_modules")
+            submodules = read_attribute(owner, "_modules")
             # the attribute would be looked for among all parameters and buffers, which reads them
             is_member = name in unwrap(submodules)
-            owner = (
-                call_interpreted(interpreted_getitem, submodules, wrap_const(name))
-                if is_member
-                else _attribute(owner, name)
-            )
-        members = _attribute(owner, place.members)
+            owner = read_item(submodules, name) if is_member else read_attribute(owner, name)
+        members = read_attribute(owner, place.members)
         if members.original_value is members.nothing:
             members.register_proxy(type(members.value)(members.value))  # what is in there is not read
         members.value[place.name] = value.value

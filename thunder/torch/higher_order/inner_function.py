@@ -12,7 +12,7 @@ from torch.utils._pytree import GetAttrKey, SequenceKey, keystr, tree_flatten_wi
 import thunder.nested
 from thunder.core import devices, dtypes
 from thunder.core.compile_data import get_cache_option, get_compile_data
-from thunder.core.interpreter import WrappedValue, _interpret_call, unwrap, wrap_const
+from thunder.core.interpreter import WrappedValue, unwrap
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.prims import OpTags
 from thunder.core.proxies import NumberProxy, TensorProxy
@@ -20,6 +20,7 @@ from thunder.nested.ambient import ambient_state
 from thunder.nested.captures import Attr, Path, path_of
 from thunder.nested.effects import _made_inside
 from thunder.nested.errors import name_of
+from thunder.nested.lookasides import read_attribute, read_item
 from thunder.nested.rewrap import reachable_proxies
 from thunder.nested.trace import NestedTrace
 from thunder.torch.higher_order.common import HigherOrderError, checked_callable, in_place_copies
@@ -148,6 +149,17 @@ def structure(leaves: list[tuple[Any, Any]], spec: Any) -> Any:
     return tree_unflatten(["*"] * len(leaves), spec)
 
 
+def checked_call(operator: str, parameter: str, fn: WrappedValue) -> str:
+    """The call of an operator with a function, as messages name it.
+
+    Raises:
+        HigherOrderError: the function is not callable, or shapes are symbolic.
+    """
+    plain = checked_callable(fn, operator, parameter)
+    check_known_shapes(operator, plain)
+    return f"the `{operator}` with {name_of(plain)}"
+
+
 def check_known_shapes(operator: str, fn: Callable) -> None:
     """Raises where shapes are symbolic, which the inner programs cannot be compiled with."""
     if get_cache_option() is CACHE_OPTIONS.SYMBOLIC_VALUES:
@@ -163,17 +175,14 @@ def read_leaves(tree: WrappedValue) -> tuple[list[tuple[Any, WrappedValue]], Any
     Returns:
         The leaves, and the structure.
     """
-    from thunder.core.jit_ext import interpreted_getitem
-
     paths, spec = tree_flatten_with_path(unwrap(tree))
     leaves = []
     for path, _ in paths:
         value = tree
         for key in path:
             if isinstance(key, GetAttrKey):
-                value = _interpret_call(getattr, value, wrap_const(key.name))
+                value = read_attribute(value, key.name)
             else:
-                index = key.idx if isinstance(key, SequenceKey) else key.key
-                value = _interpret_call(interpreted_getitem, value, wrap_const(index))
+                value = read_item(value, key.idx if isinstance(key, SequenceKey) else key.key)
         leaves.append((path, value))
     return leaves, spec

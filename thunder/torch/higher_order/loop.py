@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
-from thunder.nested.errors import name_of
 from thunder.torch.higher_order.common import HigherOrderError
 from thunder.torch.higher_order.inner_function import InnerFunction, described, spelled, structure
 from thunder.torch.higher_order.operator import RunTimeOperator, Values, differentiable
 from thunder.torch.higher_order.program import Program, Residuals, constant_dtype, dependent_outputs
 from thunder.torch.higher_order.requires_grad import is_differentiable
-
-
-def called(operator: str, fn: Callable) -> str:
-    """The call of an operator, for messages."""
-    return f"the `{operator}` with {name_of(fn)}"
 
 
 def placeholder(value: TensorProxy, shape: Sequence[int] | None = None) -> TensorProxy:

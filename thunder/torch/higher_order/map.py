@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_unflatten
 import thunder.nested
 from thunder.core.interpreter import WrappedValue, unwrap
 from thunder.core.proxies import TensorProxy
-from thunder.torch.higher_order.common import checked_callable
-from thunder.torch.higher_order.inner_function import InnerFunction, check_known_shapes, read_leaves
-from thunder.torch.higher_order.loop import Step, called, placeholder
+from thunder.torch.higher_order.inner_function import InnerFunction, checked_call, read_leaves
+from thunder.torch.higher_order.loop import Step, placeholder
 from thunder.torch.higher_order.scan import Scan, check_lengths, tensor_leaves, tensor_results
 
 
@@ -50,8 +49,7 @@ def _map_operator(f: WrappedValue, xs: WrappedValue, pos_args: WrappedValue) -> 
 
 def _elements(f: WrappedValue, xs: WrappedValue) -> tuple[list[tuple[Any, TensorProxy]], Any, list[TensorProxy]]:
     """Path and proxy for each leaf of ``xs``, its structure, and what the function is traced with."""
-    where = called("map", checked_callable(f, "map", "f"))
-    check_known_shapes("map", unwrap(f))
+    where = checked_call("map", "f", f)
     leaves, spec = tensor_leaves(where, "xs", xs)
     check_lengths(where, leaves, 0)
     return leaves, spec, [placeholder(x, x.shape[1:]) for _, x in leaves]

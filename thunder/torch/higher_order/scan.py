@@ -14,16 +14,16 @@ import thunder.torch as ltorch
 from thunder.core import utils
 from thunder.core.interpreter import WrappedValue, unwrap
 from thunder.core.proxies import TensorProxy
-from thunder.torch.higher_order.common import HigherOrderError, checked_callable
+from thunder.torch.higher_order.common import HigherOrderError
 from thunder.torch.higher_order.inner_function import (
     InnerFunction,
-    check_known_shapes,
+    checked_call,
     described,
     read_leaves,
     spelled,
     structure,
 )
-from thunder.torch.higher_order.loop import Loop, Step, called, check_carry, like, placeholder
+from thunder.torch.higher_order.loop import Loop, Step, check_carry, like, placeholder
 from thunder.torch.higher_order.operator import Record, Values
 from thunder.torch.higher_order.program import Residuals
 
@@ -56,8 +56,7 @@ def scan(
             like ``init`` and tensors; ``init`` or ``xs`` hold something else than tensors; the leaves of ``xs`` have
             different lengths, or length 0; shapes are symbolic.
     """
-    where = called("scan", checked_callable(combine_fn, "scan", "combine_fn"))
-    check_known_shapes("scan", unwrap(combine_fn))
+    where = checked_call("scan", "combine_fn", combine_fn)
     starts, spec = tensor_leaves(where, "init", init)
     leaves, xs_spec = tensor_leaves(where, "xs", xs)
     if not leaves:
@@ -86,8 +85,7 @@ def _scan_operator(
     combine_fn: WrappedValue, init: WrappedValue, xs: WrappedValue, additional_inputs: WrappedValue
 ) -> tuple[TensorProxy, ...]:
     """Flat: ``combine_fn(*carry, *elements, *additional_inputs)`` returns the next carry and the results in a row."""
-    where = called("scan", checked_callable(combine_fn, "scan", "combine_fn"))
-    check_known_shapes("scan", unwrap(combine_fn))
+    where = checked_call("scan", "combine_fn", combine_fn)
     (starts, _), (leaves, _) = tensor_leaves(where, "init", init), tensor_leaves(where, "xs", xs)
     check_lengths(where, leaves, 0)
     carry, elements = [placeholder(i) for _, i in starts], [_element(x, 0) for _, x in leaves]

@@ -12,17 +12,18 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 import thunder.nested
 import thunder.torch as ltorch
 from thunder.core import dtypes
-from thunder.core.interpreter import WrappedValue, _interpret_call, unwrap
+from thunder.core.interpreter import WrappedValue, unwrap
 from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.nested.lookasides import call_interpreted
 from thunder.torch.higher_order.common import HigherOrderError, checked_callable, rng, rng_states
 from thunder.torch.higher_order.inner_function import (
     InnerFunction,
-    check_known_shapes,
+    checked_call,
     described,
     read_leaves,
     spelled,
 )
-from thunder.torch.higher_order.loop import Loop, Step, called, check_carry, placeholder
+from thunder.torch.higher_order.loop import Loop, Step, check_carry, placeholder
 from thunder.torch.higher_order.operator import Record, Values
 from thunder.torch.higher_order.program import Program, Residuals
 
@@ -66,8 +67,7 @@ def _traced(
     cond_fn: WrappedValue, body_fn: WrappedValue, carried_inputs: WrappedValue, additional: Sequence[WrappedValue]
 ) -> tuple:
     checked_callable(cond_fn, "while_loop", "cond_fn")
-    where = called("while_loop", checked_callable(body_fn, "while_loop", "body_fn"))
-    check_known_shapes("while_loop", unwrap(body_fn))
+    where = checked_call("while_loop", "body_fn", body_fn)
     if not isinstance(unwrap(carried_inputs), (tuple, list)):
         raise HigherOrderError(
             f"`carried_inputs` of {where} is a {type(unwrap(carried_inputs)).__name__}. Pass a tuple."
@@ -99,7 +99,7 @@ def _tensor(where: str, path: Any, leaf: WrappedValue) -> TensorProxy:
             f"and bools; let the functions capture anything else."
         )
     if isinstance(value, NumberProxy) and value.value is not None:
-        value = unwrap(_interpret_call(kind, leaf))  # by the interpreter, which guards it
+        value = unwrap(call_interpreted(kind, leaf))  # by the interpreter, which guards it
         value = value.value if isinstance(value, NumberProxy) else value
     return ltorch.full((), value, device="cpu", dtype=torch.bool if kind is bool else torch.int64)
 
