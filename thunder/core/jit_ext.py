@@ -13,6 +13,7 @@ import thunder.nested.levels as levels
 from thunder.common import CompileData  # noqa: F401  (code written for older releases imports it from here)
 from thunder.core.compile_data import compile_data_and_stats  # noqa: F401  (likewise)
 from thunder.core.interpreter import InterpreterError  # noqa: F401
+from thunder.nested.attributes import forgets_computed, sees_what_was_set, sets_by_descriptor
 from thunder.nested.captures import wrap_default_objects
 from thunder.nested.effects import has_effects
 from thunder.nested.errors import ResultError, UntraceableCallableError, name_of, user_location
@@ -205,74 +206,6 @@ def _is_grad_enabled():
     """The grad mode that the traced program has set. Stock thunder gives torch's, so leaving the inner one of two
     ``no_grad`` blocks, in a nested function say, ended the outer one, too."""
     return wrap_const(get_compile_data().is_grad_enabled)
-
-
-def _descriptor(obj, name):
-    """The property, or other descriptor written in Python, that sets the attribute of a wrapped object, or None."""
-    if isinstance(unwrap(obj), Proxy):
-        return None
-    found = next((vars(t)[unwrap(name)] for t in type(unwrap(obj)).__mro__ if unwrap(name) in vars(t)), None)
-    is_python = isinstance(getattr(type(found), "__set__", None), FunctionType)
-    return found if is_python or isinstance(found, property) else None
-
-
-def sets_by_descriptor(lookaside):
-    """``object.__setattr__`` where a descriptor may do it: stock thunder does not interpret that, or bypasses it."""
-
-    @wraps(lookaside)
-    def set_attribute(obj, name, value):
-        descriptor = _descriptor(obj, name)
-        if descriptor is None:
-            result = lookaside(obj, name, value)
-        elif not isinstance(descriptor, property):
-            result = _interpret_call(type(descriptor).__set__, wrap_const(descriptor), obj, value)
-        elif descriptor.fset is not None:
-            result = _interpret_call(descriptor.fset, obj, value)
-        else:
-            result = _raw_object_setattr(obj, name, value)  # which raises the AttributeError
-        forget_computed(obj)
-        return result
-
-    return set_attribute
-
-
-def forget_computed(obj):
-    """Properties are computed anew when they are read after an attribute of the object was set."""
-    members = obj.attribute_wrappers.get("__dict__")
-    for name in [n for n in obj.attribute_wrappers if _descriptor(obj, n) is not None]:
-        del obj.attribute_wrappers[name]
-        if members is not None and name not in members.value:
-            members.item_wrappers.pop(name, None)
-            members.key_wrappers.pop(name, None)
-
-
-def forgets_computed(lookaside):
-    """``setattr``, which notes what a property was set to as what it is."""
-
-    @wraps(lookaside)
-    def set_attribute(obj, name, value):
-        result = lookaside(obj, name, value)
-        forget_computed(obj)
-        return result
-
-    return set_attribute
-
-
-def sees_what_was_set(lookaside):
-    """``hasattr``, which asks the object itself; what was set on one from outside is in a copy of its ``__dict__``."""
-
-    @wraps(lookaside)
-    def has_attribute(obj, name):
-        has_members = type(getattr(unwrap(obj), "__dict__", None)) is dict and not isinstance(unwrap(obj), Proxy)
-        if has_members and get_jit_ctx().level.enclosing is not None:
-            members = _interpret_call(getattr, obj, wrap_const("__dict__"))
-        else:
-            members = obj.attribute_wrappers.get("__dict__")
-        if members is not None and unwrap(name) in members.value:
-            return wrap_const(True)
-        return lookaside(obj, name)
-
-    return has_attribute
 
 
 _general_jit_lookaside_map[hasattr] = sees_what_was_set(_general_jit_lookaside_map[hasattr])
