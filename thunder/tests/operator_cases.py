@@ -99,6 +99,20 @@ def _detached(tree: Any) -> Any:
     return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
 
 
+class Square(torch.autograd.Function):
+    """A custom gradient, which is the derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * 2 * x
+
+
 class Cube(torch.autograd.Function):
     """A custom gradient, which is not the derivative."""
 

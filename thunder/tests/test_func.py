@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nested_helpers import assert_same, backward, fresh, inlined, jit, tensors
+from operator_cases import Square
 from torch.func import functional_call, grad, grad_and_value, jvp, vjp
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -51,18 +52,6 @@ class Pair(NamedTuple):
 
 class State:
     last = None
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * 2 * x
 
 
 def net_loss(p, x):

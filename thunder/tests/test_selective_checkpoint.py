@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nested_helpers import assert_same, grads_of, inlined, jit, operator, plain_call, saved
+from operator_cases import Square
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import thunder
@@ -345,16 +346,6 @@ def test_what_the_policy_cannot_be_asked_about_is_named_in_one_warning():
 
 
 def test_no_warning_where_the_policy_is_followed():
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2 * ctx.saved_tensors[0]
-
     def fn(a):
         inner = checkpoint(lambda b: F.dropout(b.sin(), 0.0), Square.apply(a.sin()), use_reentrant=False)
         return (inner @ WEIGHT).sin().sum()
