@@ -16,7 +16,7 @@ from thunder.core.interpreter import WrappedValue, unwrap
 from thunder.core.proxies import TensorProxy
 from thunder.nested.lookasides import call_interpreted
 from thunder.torch.higher_order.common import HigherOrderError
-from thunder.torch.higher_order.inner_function import InnerFunction, checked_call, described, read_leaves, spelled
+from thunder.torch.higher_order.inner_function import InnerFunction, checked_call, described, read_flat, spelled
 from thunder.torch.higher_order.scan import check_lengths, tensor_leaves
 
 
@@ -81,7 +81,7 @@ def _associative_scan_operator(
     where = checked_call("associative_scan", "combine_fn", combine_fn)
     leaves, _ = tensor_leaves(where, "xs", xs)
     check_lengths(where, leaves, 0)
-    additional = [] if additional_inputs is None else [unwrap(leaf) for _, leaf in read_leaves(additional_inputs)[0]]
+    additional = [] if additional_inputs is None else read_flat(additional_inputs)
     return _scan(lambda a, b: _combined(combine_fn, [*a, *b, *additional], b), [x for _, x in leaves])
 
 

@@ -14,7 +14,6 @@ from thunder.core import devices, dtypes
 from thunder.core.compile_data import get_cache_option, get_compile_data
 from thunder.core.interpreter import WrappedValue, unwrap
 from thunder.core.options import CACHE_OPTIONS
-from thunder.core.prims import OpTags
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.nested.ambient import ambient_state
 from thunder.nested.captures import Attr, Path, path_of
@@ -23,7 +22,8 @@ from thunder.nested.errors import name_of
 from thunder.nested.lookasides import read_attribute, read_item
 from thunder.nested.rewrap import reachable_proxies
 from thunder.nested.trace import NestedTrace
-from thunder.torch.higher_order.common import HigherOrderError, checked_callable, in_place_copies
+from thunder.torch.higher_order.common import HigherOrderError, checked_callable
+from thunder.torch.higher_order.requires_grad import is_in_place
 
 
 def call_with(fn: Callable, arguments: Any, keywords: dict[str, Any]) -> Any:
@@ -115,7 +115,7 @@ def effect_of(nested: NestedTrace, fn: Callable, skipped: int = 0) -> str | None
     """
     level = nested._level
     for bsym in nested.computation_trace.bound_symbols:
-        if any(in_place_copies(bsym)) or (bsym.sym.tags and OpTags.IN_PLACE in bsym.sym.tags):
+        if is_in_place(bsym):
             where = f", {bsym.source_filename}:{bsym.source_positions.lineno}" if bsym.source_positions else ""
             return f"changes a tensor in place (`{bsym.sym.name}`{where})"
     for _, owner, key, _ in itertools.chain(*level.ctx._additional_outputs.values()):
@@ -186,3 +186,8 @@ def read_leaves(tree: WrappedValue) -> tuple[list[tuple[Any, WrappedValue]], Any
                 value = read_item(value, key.idx if isinstance(key, SequenceKey) else key.key)
         leaves.append((path, value))
     return leaves, spec
+
+
+def read_flat(tree: WrappedValue) -> list[Any]:
+    """The plain leaves of a wrapped structure, read like :func:`read_leaves`."""
+    return [unwrap(leaf) for _, leaf in read_leaves(tree)[0]]

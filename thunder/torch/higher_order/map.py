@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_unflatten
 import thunder.nested
 from thunder.core.interpreter import WrappedValue, unwrap
 from thunder.core.proxies import TensorProxy
-from thunder.torch.higher_order.inner_function import InnerFunction, checked_call, read_leaves
+from thunder.torch.higher_order.inner_function import InnerFunction, checked_call, read_flat
 from thunder.torch.higher_order.loop import Step, placeholder
 from thunder.torch.higher_order.scan import Scan, check_lengths, tensor_leaves, tensor_results
 
@@ -42,7 +42,7 @@ def map_slices(f: WrappedValue, xs: WrappedValue, *args: WrappedValue) -> Any:
 def _map_operator(f: WrappedValue, xs: WrappedValue, pos_args: WrappedValue) -> list[TensorProxy]:
     """Flat: ``f(*elements, *pos_args)`` returns the results in a row."""
     leaves, _, elements = _elements(f, xs)
-    additional = [unwrap(leaf) for _, leaf in read_leaves(pos_args)[0]]
+    additional = read_flat(pos_args)
     function = InnerFunction("map", "f", f, [*elements, *additional], runs=True)
     return tree_unflatten(_mapped(function, leaves, elements), function.spec)
 

@@ -19,6 +19,7 @@ from thunder.torch.higher_order.inner_function import (
     InnerFunction,
     checked_call,
     described,
+    read_flat,
     read_leaves,
     spelled,
     structure,
@@ -89,7 +90,7 @@ def _scan_operator(
     (starts, _), (leaves, _) = tensor_leaves(where, "init", init), tensor_leaves(where, "xs", xs)
     check_lengths(where, leaves, 0)
     carry, elements = [placeholder(i) for _, i in starts], [_element(x, 0) for _, x in leaves]
-    additional = [unwrap(leaf) for _, leaf in read_leaves(additional_inputs)[0]]
+    additional = read_flat(additional_inputs)
     function = InnerFunction("scan", "combine_fn", combine_fn, [*carry, *elements, *additional], runs=True)
     after, results = function.leaves[: len(carry)], function.leaves[len(carry) :]
     row = [()] * len(carry)

@@ -20,6 +20,7 @@ from thunder.torch.higher_order.inner_function import (
     InnerFunction,
     checked_call,
     described,
+    read_flat,
     read_leaves,
     spelled,
 )
@@ -60,11 +61,11 @@ def _while_loop_operator(
     cond_fn: WrappedValue, body_fn: WrappedValue, carried_inputs: WrappedValue, additional_inputs: WrappedValue
 ) -> tuple:
     """``additional_inputs`` are further arguments of both functions, the same in all trips."""
-    return _traced(cond_fn, body_fn, carried_inputs, [leaf for _, leaf in read_leaves(additional_inputs)[0]])
+    return _traced(cond_fn, body_fn, carried_inputs, read_flat(additional_inputs))
 
 
 def _traced(
-    cond_fn: WrappedValue, body_fn: WrappedValue, carried_inputs: WrappedValue, additional: Sequence[WrappedValue]
+    cond_fn: WrappedValue, body_fn: WrappedValue, carried_inputs: WrappedValue, additional: Sequence[Any]
 ) -> tuple:
     checked_callable(cond_fn, "while_loop", "cond_fn")
     where = checked_call("while_loop", "body_fn", body_fn)
@@ -76,7 +77,7 @@ def _traced(
     spec = tree_structure(tuple(tree_unflatten(["*"] * len(leaves), spec)))  # `body_fn` returns a tuple, not a list
     init = [_tensor(where, path, leaf) for path, leaf in leaves]
     carry = [placeholder(i) for i in init]
-    arguments = [*tree_unflatten(carry, spec), *map(unwrap, additional)]
+    arguments = [*tree_unflatten(carry, spec), *additional]
     condition = InnerFunction("while_loop", "cond_fn", cond_fn, arguments, runs=True)
     body = InnerFunction("while_loop", "body_fn", body_fn, arguments, runs=False)
     before = [(path, i) for (path, _), i in zip(leaves, init)]
