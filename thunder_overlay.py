@@ -55,6 +55,7 @@ TESTED_DEFINITIONS = {
         "_general_jit_wrap_callback",
         "_infer_name_postfix_from_provenance",
         "_maybe_update_proxy_name",
+        "_raw_object_setattr",
         "bind_inputs",
         "build_value_from_wrapped",
         "general_jit_callbacks",
@@ -71,7 +72,7 @@ TESTED_DEFINITIONS = {
     "core/transforms.py": ("sum_to",),
     "core/utils.py": ("ProxyDict", "safe_map_flat"),
 }
-TESTED_HASH = "06326efc6e5e8f34"
+TESTED_HASH = "9c6b5066cab0d42a"
 
 
 def tree() -> str:
