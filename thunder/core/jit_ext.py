@@ -19,6 +19,7 @@ from thunder.nested.effects import has_effects
 from thunder.nested.errors import ResultError, UntraceableCallableError, name_of, user_location
 from thunder.nested.generators import in_its_level
 from thunder.nested.overrides import member_of
+from thunder.nested.reads import has_key
 from thunder.nested.results import finish, unpack_enclosing_values
 
 _installed = {
@@ -166,6 +167,8 @@ def general_jit_lookaside(fn, /, *args, **kwargs):
         return lookaside
     lookaside = _installed["general_jit_lookaside"](fn, *args, **kwargs)
     if level.reads is not None:
+        if fn is dict.__contains__:
+            return has_key
         if lookaside is not None:
             level.reads.note_lookaside(fn, args)
         elif is_opaque(fn):

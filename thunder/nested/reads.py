@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thunder.core.interpreter import InterpreterRuntimeCtx, ProvenanceRecord, WrappedValue, get_interpreterruntimectx
+from thunder.core.interpreter import (
+    InterpreterRuntimeCtx,
+    MutMappingWrapperMethods,
+    ProvenanceRecord,
+    PseudoInst,
+    WrappedValue,
+    do_raise,
+    get_interpreterruntimectx,
+    wrap,
+)
 from thunder.core.proxies import Proxy
 from thunder.nested.captures import Attr, Path, path_of
 from thunder.nested.fingerprints import (
@@ -154,6 +163,22 @@ class Reads:
         if pattern(identities) != pattern(self.identities):
             return "other paths lead to the same object"
         return None
+
+
+def has_key(mapping: WrappedValue, key: WrappedValue) -> WrappedValue:
+    """``key in mapping``, which reads the keys, and the key's value if it is there.
+
+    Stock thunder reads all values of the mapping, and ``torch.nn.Module.__getattr__`` asks for keys of ``__dict__``:
+    blocks that are alike but for a number that they do not use would not share a trace.
+    """
+    try:
+        found = key.value in mapping.value
+    except TypeError as error:  # a list, say, which has no hash
+        return do_raise(error)
+    if found:
+        MutMappingWrapperMethods.__getitem__(mapping, key)
+    asked = ProvenanceRecord(PseudoInst.CONTAINS_OP, inputs=[mapping.provenance, key.provenance])
+    return wrap(found, provenance=asked)
 
 
 def _is_thunder(module: str | None) -> bool:

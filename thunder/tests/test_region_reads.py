@@ -214,6 +214,13 @@ def _updated(x, v):
     return x * w["a"]
 
 
+def _asks_for_a_list(x, v):
+    try:
+        return x if ["a"] in v else x * 2
+    except TypeError:
+        return x * v["a"]
+
+
 # a function of x and v, and two makers of v: what is made by one must be told from what is made by the other
 READS = {
     "OrderedDict items": (_sum_items, OrderedDict(a=1.0, b=2.0), OrderedDict(b=2.0, a=1.0)),
@@ -224,6 +231,11 @@ READS = {
     "dict iteration": (lambda x, v: x * len("".join(v)), {"a": 1.0}, {"bb": 1.0}),
     "dict get": (lambda x, v: x * v.get("a", 3.0), {"b": 1.0}, {"a": 1.0}),
     "dict in": (lambda x, v: x * 2 if "a" in v else x, {"a": 1}, {"b": 1}),
+    "dict in: None": (lambda x, v: x * 2 if "a" in v else x, {"a": None}, {"b": None}),
+    "dict in, and its value": (lambda x, v: x * v["a"] if "a" in v else x, {"a": 1, "b": 2}, {"a": 2, "b": 2}),
+    "dict not in": (lambda x, v: x * 2 if "a" not in v else x, {"a": 1}, {}),
+    "in __dict__": (lambda x, v: x * 2 if "a" in v.__dict__ else x, lambda: Plain(a=1.0), lambda: Plain(b=1.0)),
+    "dict in, of no hash": (_asks_for_a_list, {"a": 1.0}, {"a": 2.0}),
     "dict copy": (lambda x, v: x * v.copy()["a"], {"a": 1.0}, {"a": 2.0}),
     "dict of keyword arguments": (lambda x, v: x * (lambda a: a)(**v), {"a": 1.0}, {"a": 2.0}),
     "dict update": (_updated, {"a": 1.0}, {"a": 2.0}),

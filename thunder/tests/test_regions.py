@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import sys
 import weakref
 
 import pytest
@@ -642,3 +643,37 @@ def test_without_regions_nothing_is_noted():
     jitted = jit(lambda x: plain_call(torch.sin, x))
     jitted(X)
     assert thunder.nested.report(jitted) == []
+
+
+class Numbered(Block):
+    """A block that knows its number, as those of many models."""
+
+    def __init__(self, number, used=False):
+        super().__init__()
+        self.number, self.used = number, used
+
+    def forward(self, x):
+        return super().forward(x) * (self.number if self.used else 1)
+
+
+@pytest.mark.parametrize("used", (False, True))
+def test_an_attribute_that_is_not_read_may_differ(used):
+    model = torch.nn.Sequential(*(Numbered(i, used) for i in range(4)))
+    jitted = jit(model, nested_regions=[Numbered])
+    assert_same(jitted(X), model(X))
+    assert counts(jitted) == [(4, 0) if used else (1, 3)]
+
+
+OPTIONS = {"doubled": True, "unused": 1}
+
+
+@pytest.mark.parametrize(
+    "change", (lambda o: o.pop("doubled"), lambda o: o.update(unused=2)), ids=("removed", "unused")
+)
+def test_a_key_that_is_asked_for_is_guarded(change, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "OPTIONS", dict(OPTIONS))
+    block = torch.compiler.nested_compile_region(lambda x: x * 2 if "doubled" in OPTIONS else x)
+    jitted = jit(lambda x: block(block(x)))
+    assert_same(jitted(X), X * 4)
+    change(OPTIONS)
+    assert_same(jitted(X), X * 4 if "doubled" in OPTIONS else X)
