@@ -17,12 +17,12 @@ import torch
 
 from thunder.core.interpreter import (
     InterpreterRuntimeCtx,
-    MutMappingWrapperMethods,
     ProvenanceRecord,
     PseudoInst,
     WrappedValue,
     do_raise,
     get_interpreterruntimectx,
+    populate_single_dict_item_wrapper,
     wrap,
 )
 from thunder.core.proxies import Proxy
@@ -166,17 +166,18 @@ class Reads:
 
 
 def has_key(mapping: WrappedValue, key: WrappedValue) -> WrappedValue:
-    """``key in mapping``, which reads the keys, and the key's value if it is there.
+    """``key in mapping`` as ``dict`` has it, which reads the keys, and the key's value if it is there.
 
     Stock thunder reads all values of the mapping, and ``torch.nn.Module.__getattr__`` asks for keys of ``__dict__``:
     blocks that are alike but for a number that they do not use would not share a trace.
     """
+    # the methods of `dict` itself: a subclass's own would run here without being interpreted, or call this one again
     try:
-        found = key.value in mapping.value
-    except TypeError as error:  # a list, say, which has no hash
+        found = dict.__contains__(mapping.value, key.value)
+    except Exception as error:  # the key's `__hash__` or `__eq__` may raise
         return do_raise(error)
     if found:
-        MutMappingWrapperMethods.__getitem__(mapping, key)
+        populate_single_dict_item_wrapper(dict.__getitem__(mapping.value, key.value), mapping, key.value)
     asked = ProvenanceRecord(PseudoInst.CONTAINS_OP, inputs=[mapping.provenance, key.provenance])
     return wrap(found, provenance=asked)
 

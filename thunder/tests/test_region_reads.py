@@ -76,6 +76,16 @@ class Mapped(dict):
     pass
 
 
+class Opposite(dict):
+    def __contains__(self, key):
+        return not super().__contains__(key)
+
+
+class Unhashed:
+    def __hash__(self):
+        raise ValueError("no hash")
+
+
 class Number(int):
     pass
 
@@ -221,6 +231,16 @@ def _asks_for_a_list(x, v):
         return x * v["a"]
 
 
+UNHASHED = Unhashed()
+
+
+def _asks_for_an_unhashed(x, v):
+    try:
+        return x if UNHASHED in v else x * 2
+    except ValueError:
+        return x * v["a"]
+
+
 # a function of x and v, and two makers of v: what is made by one must be told from what is made by the other
 READS = {
     "OrderedDict items": (_sum_items, OrderedDict(a=1.0, b=2.0), OrderedDict(b=2.0, a=1.0)),
@@ -236,6 +256,8 @@ READS = {
     "dict not in": (lambda x, v: x * 2 if "a" not in v else x, {"a": 1}, {}),
     "in __dict__": (lambda x, v: x * 2 if "a" in v.__dict__ else x, lambda: Plain(a=1.0), lambda: Plain(b=1.0)),
     "dict in, of no hash": (_asks_for_a_list, {"a": 1.0}, {"a": 2.0}),
+    "dict in, whose hash raises": (_asks_for_an_unhashed, {"a": 1.0}, {"a": 2.0}),
+    "dict in, of its own": (lambda x, v: x * 2 if "a" in v else x, lambda: Opposite(a=1.0), lambda: Opposite(b=1.0)),
     "dict copy": (lambda x, v: x * v.copy()["a"], {"a": 1.0}, {"a": 2.0}),
     "dict of keyword arguments": (lambda x, v: x * (lambda a: a)(**v), {"a": 1.0}, {"a": 2.0}),
     "dict update": (_updated, {"a": 1.0}, {"a": 2.0}),

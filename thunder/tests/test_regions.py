@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
-import sys
 import weakref
 
 import pytest
@@ -671,7 +670,7 @@ OPTIONS = {"doubled": True, "unused": 1}
     "change", (lambda o: o.pop("doubled"), lambda o: o.update(unused=2)), ids=("removed", "unused")
 )
 def test_a_key_that_is_asked_for_is_guarded(change, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "OPTIONS", dict(OPTIONS))
+    monkeypatch.setitem(globals(), "OPTIONS", dict(OPTIONS))
     block = torch.compiler.nested_compile_region(lambda x: x * 2 if "doubled" in OPTIONS else x)
     jitted = jit(lambda x: block(block(x)))
     assert_same(jitted(X), X * 4)
