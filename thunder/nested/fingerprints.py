@@ -75,7 +75,8 @@ def fingerprint(value: Any, path: Path) -> tuple:
     if isinstance(value, dict):
         last = path.steps[-1] if path.steps else None
         if last == Attr("__globals__"):
-            return (type(value),)
+            # their values are noted when they are read; that a name is not there, or only in the builtins, is seen here
+            return ("globals", Same(value), tuple(value))
         # what is in an object's own dicts is noted when it is read; other dicts may be compared as a whole
         return (type(value), tuple(map(_key, value)), None if last in _OWN_DICTS else _content(value.values()))
     if isinstance(value, (list, tuple)):
@@ -219,6 +220,8 @@ def spoken(found: tuple) -> str:
     kind, *rest = found
     if kind == "tensor":
         return f"a tensor of {tuple(rest[0])}, {rest[1]}, {rest[2]}, {'with' if rest[3] else 'without'} `.grad`"
+    if kind == "globals":
+        return f"{len(rest[1])} names of {rest[0].value.get('__name__')}"
     rest = [r for r in rest if r not in ((), None)]
     if isinstance(kind, type):
         if issubclass(kind, dict):

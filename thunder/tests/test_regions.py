@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import types
 import weakref
 
 import pytest
@@ -676,3 +677,35 @@ def test_a_key_that_is_asked_for_is_guarded(change, monkeypatch):
     assert_same(jitted(X), X * 4)
     change(OPTIONS)
     assert_same(jitted(X), X * 4 if "doubled" in OPTIONS else X)
+
+
+NAMES = {
+    "asked for": (lambda x: x * 2 if "ABSENT" in globals() else x * 3, {"ABSENT": 1}),
+    "shadows a builtin": (lambda x: x * abs(-2), {"abs": lambda value: 7}),
+    "value": (lambda x: x * SCALE, {"SCALE": 4.0}),
+}
+
+
+@pytest.mark.parametrize("flipped", (False, True))
+@pytest.mark.parametrize("case", NAMES)
+def test_the_same_code_with_other_globals(case, flipped):
+    fn, more = NAMES[case]
+    blocks = [region(types.FunctionType(fn.__code__, fn.__globals__ | new)) for new in ({}, more)]
+    first, second = reversed(blocks) if flipped else blocks
+    jitted = jit(lambda x: second(first(x)))
+    assert_same(jitted(X), second(first(X)))
+    assert counts(jitted) == [(2, 0)]
+
+
+def test_a_global_that_was_absent():
+    names = dict(globals())
+    block = region(types.FunctionType(NAMES["asked for"][0].__code__, names))
+
+    def program(x):
+        x = block(block(x))
+        names["ABSENT"] = 1
+        return block(x)
+
+    jitted = jit(program)
+    assert_same(jitted(X), X * 18)
+    assert counts(jitted) == [(2, 1)]
